@@ -1,0 +1,120 @@
+"""Makes a Transformers attention call one node, `graphalign.attention`.
+
+Transformers (4.48 and later; seen on 5.19) models look their attention function up in `AttentionInterface`, by `get_interface` or, in
+older remote code, by subscript. While a recorder is active both return the function wrapped as a composite anchor.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from graphalign.capture.recorder import active, anchor_scope
+
+OP = "graphalign.attention"
+
+_RENAMED = {"s_aux": "sinks"}
+_IGNORED = frozenset({
+    "attention_mask", "position_ids", "cache_position", "position_embeddings", "past_key_values", "past_key_value", "use_cache",
+    "output_attentions", "output_hidden_states", "return_dict", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
+})  # fmt: skip
+
+
+@contextmanager
+def composite_attention() -> Iterator[None]:
+    """Within the block, attention functions looked up by models are composite anchors. Undone on any exit.
+
+    Does nothing if Transformers is not installed.
+    """
+    try:
+        from transformers.modeling_utils import AttentionInterface as cls
+    except ImportError:
+        yield
+        return
+    saved = {name: cls.__dict__.get(name) for name in ("get_interface", "__getitem__")}
+    get_interface, getitem = cls.get_interface, cls.__getitem__
+
+    def patched_get_interface(self: Any, attn_implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
+        return wrap(get_interface(self, attn_implementation, default), attn_implementation)
+
+    def patched_getitem(self: Any, key: str) -> Callable[..., Any]:
+        return wrap(getitem(self, key), key)
+
+    cls.get_interface = patched_get_interface
+    cls.__getitem__ = patched_getitem
+    try:
+        yield
+    finally:
+        for name, original in saved.items():
+            if original is None:
+                delattr(cls, name)
+            else:
+                setattr(cls, name, original)
+
+
+@contextmanager
+def one_sequence() -> Iterator[None]:
+    """Within the block, jumps in `position_ids` are not taken for the borders of packed sequences.
+
+    Transformers 5 (seen on 5.19) looks for position steps other than 1 when there is no attention mask, and builds a block-diagonal
+    mask. Recorded positions are spread, not packed; without this every attention call would take a mask it does not take in training.
+    """
+    try:
+        from transformers import masking_utils
+    except ImportError:
+        yield
+        return
+    saved = getattr(masking_utils, "find_packed_sequence_indices", None)
+    if saved is None:  # before packed detection existed
+        yield
+        return
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = saved
+
+
+def wrap(fn: Callable[..., Any], implementation: str | None) -> Callable[..., Any]:
+    """`fn(module, query, key, value, attention_mask, **kwargs)` as a composite anchor.
+
+    Query, key and value are (B, H, T, D) as the model passes them; the first result is (B, T, H, D).
+    """
+    if active() is None or getattr(fn, "_graphalign_original", None) is not None:
+        return fn
+
+    @functools.wraps(fn)
+    def attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        run = functools.partial(fn, module, query, key, value, *args, **kwargs)
+        mask = args[0] if args else kwargs.get("attention_mask")
+        return anchor_scope(OP, run, (query, key, value), attributes(module, query, key, mask, kwargs, implementation))
+
+    attention._graphalign_original = fn  # type: ignore[attr-defined]
+    return attention
+
+
+def attributes(
+    module: Any, query: torch.Tensor, key: torch.Tensor, mask: object, kwargs: dict[str, Any], implementation: str | None
+) -> dict[str, Any]:
+    """The node's keyword arguments: `implementation`, `attention_mask` (given or not), `scaling`, `is_causal`, `enable_gqa`, and
+    what the model passed of `sliding_window`, `softcap`, `sinks` (a value reference), `dropout` and anything unknown."""
+    scaling = kwargs.get("scaling")
+    causal = kwargs.get("is_causal")
+    attrs: dict[str, Any] = {
+        "implementation": implementation,
+        "attention_mask": mask is not None,
+        "scaling": float(scaling) if scaling is not None else query.shape[-1] ** -0.5,
+        "is_causal": bool(causal if causal is not None else getattr(module, "is_causal", True)),
+        "enable_gqa": query.shape[1] != key.shape[1],
+    }
+    for name, x in kwargs.items():
+        if name in attrs or name in _IGNORED or x is None or (name == "dropout" and not x):
+            continue
+        if not isinstance(x, torch.Tensor | bool | int | float | str):
+            continue
+        attrs[_RENAMED.get(name, name)] = x
+    return attrs

@@ -1,0 +1,227 @@
+"""Captures the inference side: starts an engine in its own process and reads what it wrote."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from graphalign.errors import BadInputError, CaptureFailedError, CaptureFileError
+from graphalign.ir.files import read_json
+from graphalign.ir.inference import InferenceGraph
+
+SCRIPT = Path(__file__).with_name("engine_script.py")
+LOG_LINES = 12
+"""Log lines shown when the engine fails."""
+
+Progress = Callable[[str, float], None]
+"""Called with a stage (`start`, `probe`, `load`, `compile`, `write`) and the share done, 0 to 1."""
+
+
+def capture_inference(
+    model_dir: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    python: str | os.PathLike[str] | None = None,
+    engine_args: Mapping[str, Any] | None = None,
+    layers: int | None = None,
+    weights: Literal["real", "dummy"] | None = None,
+    timeout: float = 1800,
+    progress: Progress | None = None,
+    keep_kernels: str | os.PathLike[str] | None = None,
+) -> InferenceGraph:
+    """Start vLLM on a model, write what it compiled to `out`, and return it.
+
+    Args:
+        model_dir: directory with a config.json, and weights unless `weights` is "dummy".
+        out: file to write; compressed if its name ends in .gz.
+        python: interpreter of an environment that has vLLM; this one if None.
+        engine_args: extra arguments of `vllm.LLM`.
+        layers: capture only that many layers.
+        weights: "real" loads the checkpoint, "dummy" random numbers; None is "real" if there are weight files.
+        timeout: seconds after which the engine is ended.
+        progress: see `Progress`.
+        keep_kernels: directory for the generated source code.
+
+    Raises:
+        BadInputError: `model_dir`, `python` or `out` cannot be used.
+        CaptureFailedError: the engine refused the model, died, or did not finish in time.
+    """
+    model = Path(model_dir)
+    if not (model / "config.json").is_file():
+        raise BadInputError(f"{model} holds no config.json", where=str(model), hint="give the directory of a model")
+    if weights is None:
+        weights = "real" if has_weights(model) else "dummy"
+    elif weights == "real" and not has_weights(model):
+        raise BadInputError(f"{model} holds no weight files", where=str(model), hint="capture with dummy weights, or download the checkpoint")
+    if layers is not None and layers < 1:
+        raise BadInputError(f"cannot capture {layers} layers", hint="give a number of layers of at least 1")
+    target = Path(out)
+    interpreter = _interpreter(python)
+    with tempfile.TemporaryDirectory(prefix="graphalign-") as folder:
+        work = Path(folder)
+        written = work / ("capture.json.gz" if str(target).endswith(".gz") else "capture.json")
+        request = {
+            "model": str(model.resolve()),
+            "name": model.resolve().name,
+            "out": str(written),
+            "layers": layers,
+            "weights": weights,
+            "engine_args": dict(engine_args or {}),
+            "keep_kernels": str(Path(keep_kernels).resolve()) if keep_kernels is not None else None,
+        }
+        (work / "request.json").write_text(json.dumps(request))
+        with (work / "log.txt").open("w+") as log:
+            _run(interpreter, work / "request.json", log, timeout, progress)
+            try:
+                graph = read_json(written, InferenceGraph, kind="inference capture")
+            except CaptureFileError as e:
+                raise CaptureFailedError(f"the engine wrote no usable capture: {e.what}", where=_tail(log)) from None
+        _deliver(written, target)
+    return graph
+
+
+def has_weights(model: Path) -> bool:
+    """Are there weight files in a model directory?"""
+    return any(any(model.glob(p)) for p in ("*.safetensors", "*.bin", "*.pt", "*.gguf"))
+
+
+def _interpreter(python: str | os.PathLike[str] | None) -> str:
+    if python is None:
+        return sys.executable
+    path = Path(python)
+    if path.is_dir():
+        path = path / "bin" / "python"
+    if not path.is_file() or not os.access(path, os.X_OK):
+        raise BadInputError(f"{python} is not a Python interpreter", where=str(path), hint="give the bin/python of an environment with vLLM")
+    return str(path)
+
+
+def _deliver(written: Path, target: Path) -> None:
+    from graphalign.ir.files import write_bytes
+
+    write_bytes(target, written.read_bytes())
+
+
+def _run(interpreter: str, request: Path, log: IO[str], timeout: float, progress: Progress | None) -> None:
+    """Run the script to its end; on any way out, no process of its session is left."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
+    environment |= {"PYTHONUNBUFFERED": "1", "TMPDIR": str(request.parent)}
+    try:
+        process = subprocess.Popen(
+            [interpreter, str(SCRIPT), str(request)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env=environment,
+            start_new_session=True,
+            preexec_fn=_die_with_parent(),
+        )
+    except OSError as e:
+        raise BadInputError(f"cannot run {interpreter}: {e.strerror or e}", where=interpreter) from None
+    expired = threading.Event()
+
+    def expire() -> None:
+        expired.set()
+        _end(process)
+
+    timer = threading.Timer(timeout, expire)
+    timer.daemon = True
+    failure: dict[str, Any] = {}
+    try:
+        timer.start()
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("@graphalign "):
+                _heed(line, failure, progress)
+            else:
+                log.write(line)
+        code = process.wait()
+    finally:
+        timer.cancel()
+        _end(process)
+    if expired.is_set():
+        raise CaptureFailedError(
+            f"the engine did not finish within {timeout:g} s", where=_tail(log), hint="allow more time, or capture fewer layers"
+        )
+    if code != 0 or failure:
+        _explain(code, failure, interpreter, log)
+
+
+def _heed(line: str, failure: dict[str, Any], progress: Progress | None) -> None:
+    try:
+        message = json.loads(line.removeprefix("@graphalign "))
+    except ValueError:
+        return
+    if "error" in message:
+        failure.update(message)
+    elif progress is not None and isinstance(message.get("stage"), str):
+        progress(message["stage"], float(message.get("fraction") or 0))
+
+
+def _explain(code: int, failure: dict[str, Any], interpreter: str, log: IO[str]) -> None:
+    tail = _tail(log)
+    if failure:
+        first = str(failure["error"]).strip().splitlines()[0]
+        where = str(failure.get("where") or "")
+        raise CaptureFailedError(
+            f"the engine could not be captured: {first}",
+            where=tail if where in ("", "vLLM") else where,
+            hint=str(failure.get("hint") or "") or "check that this vLLM supports the model; engine arguments can be passed on",
+        )
+    if "No module named 'vllm'" in tail or "No module named 'torch'" in tail:
+        raise CaptureFailedError(f"{interpreter} has no vLLM", where=tail, hint="install vLLM there, or name another environment's Python")
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+    hint = "it may have run out of memory: capture fewer layers, or dummy weights" if code == -signal.SIGKILL else "see the log above"
+    raise CaptureFailedError(f"the engine {how}", where=tail, hint=hint)
+
+
+def _tail(log: IO[str]) -> str:
+    log.flush()
+    log.seek(0)
+    lines = [line.rstrip()[:300] for line in log if line.strip()]
+    return "\n".join(lines[-LOG_LINES:])
+
+
+def _die_with_parent() -> Callable[[], None] | None:
+    """For Linux: a function, run in the child, that makes the kernel kill it when the parent dies (PR_SET_PDEATHSIG)."""
+    if not sys.platform.startswith("linux"):
+        return None
+    prctl = ctypes.CDLL(None, use_errno=True).prctl  # loaded here: nothing may be imported between fork and exec
+    parent = os.getpid()
+
+    def ask() -> None:
+        prctl(1, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return ask
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End every process of the engine's session."""
+    for sig, patience in ((signal.SIGTERM, 2.0), (signal.SIGKILL, 5.0)):
+        try:
+            os.killpg(process.pid, sig)
+        except (ProcessLookupError, PermissionError):
+            break
+        deadline = time.monotonic() + patience
+        while time.monotonic() < deadline:
+            process.poll()
+            try:
+                os.killpg(process.pid, 0)
+            except (ProcessLookupError, PermissionError):
+                break
+            time.sleep(0.05)
+    process.wait()

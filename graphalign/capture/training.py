@@ -1,0 +1,287 @@
+"""Captures the training side: builds or takes a model, runs one forward under the recorder, writes down the regime."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import inspect
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphalign.capture.attention import composite_attention, one_sequence
+from graphalign.capture.frames import file_digest, is_modeling_file, relative_file
+from graphalign.capture.recorder import record
+from graphalign.engines.trainer import build_trainer, parse_dtype
+from graphalign.errors import BadInputError, CaptureFailedError, GraphalignError
+from graphalign.ir.training import Header, TrainingGraph
+
+DEFAULT_POSITIONS = 2048
+"""Range of positions for a model whose config names none."""
+
+
+def capture_training(
+    model: str | os.PathLike[str] | nn.Module | None,
+    *,
+    factory: str | None = None,
+    layers: int | None = None,
+    dtype: str = "bfloat16",
+    autocast: str | None = None,
+    attention: str = "sdpa",
+    weights: str | None = None,
+    tokens: int = 8,
+    grad: bool = True,
+    trust_remote_code: bool = False,
+    progress: Callable[[str], None] | None = None,
+) -> TrainingGraph:
+    """Record one eager forward of `tokens` tokens (batch 1).
+
+    Args:
+        model: a model folder or a module; with `factory` the folder it is called with, or None.
+        factory: `package.module:function` that returns the module, imported with the working directory on the path.
+        layers, dtype, attention, weights, trust_remote_code: how a model folder is built, see `build_trainer`.
+        autocast: run under `torch.autocast` with this dtype.
+        grad: record with gradients enabled, as in training. Some kernels differ without (`matmul` folds batches only with it).
+        progress: called with a line per stage.
+
+    Raises:
+        BadInputError: a wrong option, folder, config or factory.
+        CaptureFailedError: the model could not be built, or its forward failed.
+    """
+    say = progress or (lambda line: None)
+    started = time.perf_counter()
+    if autocast is not None:
+        parse_dtype(autocast)
+    if tokens < 2:
+        raise BadInputError(f"tokens must be at least 2, not {tokens}")
+    if factory is not None:
+        say(f"calling {factory}")
+        module = call_factory(factory, None if isinstance(model, nn.Module) else model)
+        name = factory
+    elif isinstance(model, nn.Module):
+        module, name = model, type(model).__name__
+    elif model is not None:
+        say(f"building {Path(model).name}")
+        module = build_trainer(model, layers, dtype, attention, weights, trust_remote_code=trust_remote_code)
+        name = Path(model).resolve().name
+    else:
+        raise BadInputError("no model to capture", hint="give a model folder, a module, or factory=package.module:function")
+    built = time.perf_counter()
+    say(f"recording {tokens} tokens")
+    graph = record_forward(module, tokens=tokens, autocast=autocast, grad=grad, name=name)
+    timings = {"build": built - started, "record": time.perf_counter() - built}
+    return graph.model_copy(update={"header": graph.header.model_copy(update={"timings": timings})})
+
+
+def record_forward(module: nn.Module, *, tokens: int = 8, autocast: str | None = None, grad: bool = True, name: str = "") -> TrainingGraph:
+    """Record one forward of a module as it stands. Its mode (train or eval) is not changed; see `capture_training`."""
+    config: Any = getattr(module, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    vocab = int(getattr(text, "vocab_size", 0) or _embedding_size(module) or 256)
+    positions = int(getattr(text, "max_position_embeddings", 0) or getattr(text, "n_positions", 0) or DEFAULT_POSITIONS)
+    anchor = next(module.parameters(), None)
+    device = anchor.device if anchor is not None else torch.device("cpu")
+    inputs = {
+        "input_ids": torch.tensor([spread_ids(vocab, tokens)], device=device),
+        "position_ids": torch.tensor([spread_positions(positions, tokens)], device=device),
+    }
+    args, kwargs, notes = call_arguments(module, inputs)
+    cast = torch.autocast(device.type, dtype=parse_dtype(autocast) if autocast else None, enabled=autocast is not None)
+    try:
+        with one_sequence(), composite_attention(), torch.set_grad_enabled(grad), cast, record(module, inputs) as recorder:
+            result = module(*args, **kwargs)
+    except GraphalignError:
+        raise
+    except Exception as e:
+        raise CaptureFailedError(
+            f"the model's forward failed: {type(e).__name__}: {e}",
+            where=f"{type(module).__name__}, {tokens} tokens, positions 0 to {positions - 1}",
+            hint="run it once without graphalign on the same inputs; give a factory that returns a module whose forward takes input_ids",
+        ) from e
+    recording = recorder.finish([logits_of(result, module)])
+    base = _unwrapped(module)
+    sources = dict(recording.files)
+    file = inspect.getsourcefile(type(base)) if type(base).__module__ != "builtins" else None
+    if file and is_modeling_file(file):
+        sources.setdefault(relative_file(file), file_digest(file))
+    header = Header(
+        versions=_versions(),
+        regime=regime(module, config, autocast=autocast, grad=grad),
+        model={
+            "name": name or type(base).__name__,
+            "architecture": type(base).__name__,
+            "config_digest": config_digest(config),
+            "layers": getattr(text, "num_hidden_layers", None),
+            "max_position_embeddings": positions,
+            "vocab": vocab,
+            "sources": {k: sources[k] for k in sorted(sources)},
+        },
+        tokens=tokens,
+        notes=(*notes, *recording.notes),
+    )
+    return TrainingGraph(
+        header=header, inputs=recording.inputs, nodes=recording.nodes, outputs=recording.outputs, sources=recording.sources
+    )
+
+
+def spread_positions(n: int, tokens: int) -> list[int]:
+    """`tokens` strictly increasing positions, geometrically spread over 0 … n-1: the first is 0, the last n-1.
+
+    Long-context RoPE variants switch on the position, so a few tokens must reach both ends of the range.
+    """
+    if n < tokens:
+        raise BadInputError(f"{tokens} tokens do not fit into {n} positions", hint="record fewer tokens")
+    out = [0]
+    for i in range(1, tokens):
+        ideal = round((n - 1) ** (i / (tokens - 1)))
+        out.append(min(max(ideal, out[-1] + 1), n - tokens + i))
+    return out
+
+
+def spread_ids(vocab: int, tokens: int) -> list[int]:
+    """`tokens` token ids spread over the vocabulary, the same on every run."""
+    return [(i * vocab // tokens + 7 * i + 3) % vocab for i in range(tokens)]
+
+
+def call_factory(spec: str, model_dir: str | os.PathLike[str] | None) -> nn.Module:
+    """Import `package.module:function` and call it, with the model folder if it takes an argument."""
+    name, _, attribute = spec.partition(":")
+    if not name or not attribute:
+        raise BadInputError(f"factory {spec!r} is not of the form package.module:function")
+    cwd = os.getcwd()
+    if cwd not in sys.path:
+        sys.path.insert(0, cwd)
+    try:
+        function = getattr(importlib.import_module(name), attribute)
+    except ImportError as e:
+        raise BadInputError(f"factory {spec!r} cannot be imported: {e}", hint="run from the folder its package lies in") from e
+    except AttributeError:
+        raise BadInputError(f"factory module {name!r} has no {attribute!r}") from None
+    if not callable(function):
+        raise BadInputError(f"factory {spec!r} is not callable but {type(function).__name__}")
+    try:
+        takes = [p for p in inspect.signature(function).parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    except ValueError:
+        takes = []
+    if len([p for p in takes if p.default is p.empty]) > (model_dir is not None):
+        raise BadInputError(
+            f"factory {spec!r} needs arguments: {inspect.signature(function)}", hint="it is called as function() or function(model_dir)"
+        )
+    try:
+        module = function(os.fspath(model_dir)) if takes and model_dir is not None else function()
+    except Exception as e:
+        raise CaptureFailedError(f"factory {spec!r} raised {type(e).__name__}: {e}") from e
+    if not isinstance(module, nn.Module):
+        raise BadInputError(f"factory {spec!r} returned {type(module).__name__}, not a torch.nn.Module")
+    return module
+
+
+def call_arguments(module: nn.Module, inputs: dict[str, torch.Tensor]) -> tuple[list[Any], dict[str, Any], list[str]]:
+    """How to call a module's forward: token ids by name or as its first argument, positions and `use_cache` if it takes them."""
+    parameters = inspect.signature(module.forward).parameters
+    anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    if "input_ids" in parameters or anything:
+        kwargs["input_ids"] = inputs["input_ids"]
+    else:
+        args.append(inputs["input_ids"])
+    notes: list[str] = []
+    spelled = next((p for p in ("position_ids", "positions") if p in parameters), "position_ids" if _takes_positions(module) else None)
+    if spelled:
+        kwargs[spelled] = inputs["position_ids"]
+    else:
+        notes.append("the model takes no position_ids; it numbers its tokens itself")
+    if "use_cache" in parameters or (anything and hasattr(module, "config")):
+        kwargs["use_cache"] = False
+    return args, kwargs, notes
+
+
+def _takes_positions(module: nn.Module) -> bool:
+    """Whether a forward that hides its arguments (a wrapper's `*args, **kwargs`) leads to one that takes `position_ids`."""
+    parameters = inspect.signature(module.forward).parameters
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return False
+    return any("position_ids" in inspect.signature(m.forward).parameters for m in module.modules() if m is not module)
+
+
+def logits_of(result: Any, module: nn.Module) -> torch.Tensor:
+    """The logits in what a forward returned: the tensor itself, `.logits`, `["logits"]`, or the first element."""
+    found = getattr(result, "logits", None)
+    if found is None and isinstance(result, dict):
+        found = result.get("logits")
+    if found is None and isinstance(result, list | tuple) and result:
+        found = result[0]
+    if found is None:
+        found = result
+    if not isinstance(found, torch.Tensor):
+        raise CaptureFailedError(
+            f"the forward of {type(module).__name__} returned {type(result).__name__}, without logits",
+            hint="return the logits tensor, an object with .logits, or a tuple that starts with it",
+        )
+    return found
+
+
+def regime(module: nn.Module, config: Any, *, autocast: str | None, grad: bool) -> dict[str, Any]:
+    """How training runs, as far as it can be read off the module."""
+    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in module.parameters()})
+    return {
+        "param_dtype": dtypes[0] if len(dtypes) == 1 else dtypes,
+        "autocast": autocast,
+        "attention": getattr(config, "_attn_implementation", None),
+        "experts": getattr(config, "_experts_implementation", None),
+        "mode": "train" if module.training else "eval",
+        "grad": grad,
+        "device": next((p.device.type for p in module.parameters()), "cpu"),
+        "hub_kernels": sorted({type(m).__name__ for m in module.modules() if type(m).__module__.split(".")[0] == "kernels"}),
+        "liger": sorted({type(m).__name__ for m in module.modules() if _is_liger(m)}),
+    }
+
+
+def _is_liger(m: nn.Module) -> bool:
+    """Liger replaces classes, or only the `forward` of an instance or class."""
+    return "liger_kernel" in type(m).__module__ or "liger_kernel" in (getattr(getattr(m, "forward", None), "__module__", "") or "")
+
+
+def config_digest(config: Any) -> str | None:
+    """SHA-256 of the config's canonical JSON, without private keys, paths and the Transformers version."""
+    to_dict = getattr(config, "to_dict", None)
+    if to_dict is None:
+        return None
+    skip = {"transformers_version", "name_or_path", "dtype", "torch_dtype"}  # dtype: it is the regime's, not the model's
+    plain = _public(to_dict(), skip)
+    return hashlib.sha256(json.dumps(plain, sort_keys=True, separators=(",", ":"), default=str).encode()).hexdigest()
+
+
+def _public(x: Any, skip: set[str]) -> Any:
+    if isinstance(x, dict):
+        return {str(k): _public(v, skip) for k, v in x.items() if not str(k).startswith("_") and k not in skip}
+    return [_public(y, skip) for y in x] if isinstance(x, list | tuple) else x
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    """The module that brings the config: what peft, DDP or `torch.compile` wrap."""
+    for m in module.modules():
+        if type(m).__name__.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")):
+            return m
+    return module
+
+
+def _embedding_size(module: nn.Module) -> int:
+    return next((m.num_embeddings for m in module.modules() if isinstance(m, nn.Embedding)), 0)
+
+
+def _versions() -> dict[str, str]:
+    versions = {"torch": torch.__version__, "python": platform.python_version()}
+    transformers = sys.modules.get("transformers")
+    if transformers is not None:
+        versions["transformers"] = transformers.__version__
+    return versions

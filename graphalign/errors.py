@@ -1,0 +1,52 @@
+"""Every error graphalign raises on purpose.
+
+An error says what failed, where, and what to do next. `exit_code` is what the command line exits with.
+"""
+
+from __future__ import annotations
+
+
+class GraphalignError(Exception):
+    """Base of all errors that are a message to the user, never a traceback.
+
+    Args:
+        what: what failed, one sentence.
+        where: the file, node or excerpt it failed at (may span lines).
+        hint: what to do next.
+    """
+
+    exit_code = 2
+
+    def __init__(self, what: str, *, where: str = "", hint: str = "") -> None:
+        self.what, self.where, self.hint = what, where, hint
+        super().__init__(what)
+
+    def __str__(self) -> str:
+        lines = [self.what]
+        if self.where:
+            lines += ["  where: " + self.where.replace("\n", "\n         ")]
+        if self.hint:
+            lines += ["  try:   " + self.hint.replace("\n", "\n         ")]
+        return "\n".join(lines)
+
+
+class BadInputError(GraphalignError):
+    """A path, option, capture or spec that cannot be used."""
+
+
+class CaptureFileError(BadInputError):
+    """A capture file that is truncated, malformed, of a future version, or hostile."""
+
+
+class CaptureFailedError(GraphalignError):
+    """The engine or the trainer could not be captured: refused, died, or hung."""
+
+    exit_code = 4
+
+
+class UnsupportedOpError(GraphalignError):
+    """An op whose meaning is not known; alignment stops for that region only."""
+
+
+class AlignmentError(GraphalignError):
+    """Nothing could be aligned at all. Zero matches is an error, not an empty result."""

@@ -1,0 +1,50 @@
+"""What opaque ops mean: operand roles and output arguments, read from `rules/ops`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from graphalign.errors import BadInputError
+
+
+class OpaqueOp(BaseModel):
+    """One rule: an op whose inside is not compared."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    op: str
+    """Qualified overload."""
+    kind: Literal["gemm", "attention", "effect", "opaque"]
+    """`effect`: writes engine state (the KV cache), gives no value."""
+    input: str = ""
+    weight: str = ""
+    bias: str = ""
+    operands: tuple[str, ...] = ()
+    out: str = ""
+    """The argument it writes; empty if it returns its result."""
+    layer: str = ""
+    ignore: tuple[str, ...] = ()
+
+
+def load_opaque_ops(rules: Path) -> dict[str, OpaqueOp]:
+    """All rules of `rules/ops/*.yaml`, by op.
+
+    Raises:
+        BadInputError: a file is not YAML, a rule is malformed, or an op is declared twice.
+    """
+    found: dict[str, OpaqueOp] = {}
+    for path in sorted((rules / "ops").glob("*.yaml")):
+        try:
+            items = yaml.safe_load(path.read_text()) or []
+            parsed = [OpaqueOp.model_validate(x) for x in items]
+        except (yaml.YAMLError, ValidationError, TypeError, OSError) as e:
+            raise BadInputError(f"bad rule file {path.name}", where=str(e)[:400], hint="see CONTRIBUTING.md for the form of a rule") from None
+        for rule in parsed:
+            if rule.op in found:
+                raise BadInputError(f"{rule.op} is declared twice in rules/ops", where=path.name, hint="remove one")
+            found[rule.op] = rule
+    return found

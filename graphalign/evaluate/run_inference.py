@@ -1,0 +1,474 @@
+"""Evaluating the inference graph: loop bodies interpreted over index tensors, in float64.
+
+A body is evaluated once per distinct inputs: equal layers cost a dictionary look-up.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from graphalign.errors import CaptureFileError, UnsupportedOpError
+from graphalign.evaluate import aten, loop_ops
+from graphalign.evaluate.run_training import anchor_name
+from graphalign.evaluate.trace_inference import Tracer, _buffers
+from graphalign.evaluate.values import Arithmetic, Val, draw, seed_of
+from graphalign.ir.args import references
+from graphalign.ir.dataflow import LOW_PRECISION, Op
+from graphalign.ir.inference import Body, Buffer, Graph, InferenceGraph, Node, Parameter
+from graphalign.ir.indexing import evaluate as index_value
+from graphalign.ir.training import Node as AtenNode
+from graphalign.ir.training import Value as AtenValue
+
+Replace = Callable[[Val], Val]
+UNKNOWN = float("nan")
+
+
+@dataclass
+class Storage:
+    """Flat content of a buffer: what memory holds, and what registers held when it was stored."""
+
+    id: Any
+    memory: torch.Tensor
+    register: torch.Tensor
+
+
+@dataclass
+class _Lazy:
+    """A parameter: elements are made when they are read."""
+
+    id: Any
+    parameter: Parameter
+    dtype: str
+
+
+@dataclass
+class Run:
+    """One evaluation. After `run()`, `values` holds every op's result before any store, by op index."""
+
+    capture: InferenceGraph
+    tracer: Tracer
+    arithmetic: Arithmetic
+    replace: Replace | None = None
+    values: dict[int, Val] = field(default_factory=dict)
+    operands: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    """Operands of anchors and outputs: (op, slot) to a flat or shaped tensor in the buffer's layout."""
+    unsupported: dict[int, str] = field(default_factory=dict)
+    _nodes: dict[Any, dict[str, Val | str]] = field(default_factory=dict)
+    _stored: dict[Any, list[tuple[str, torch.Tensor, torch.Tensor, str]]] = field(default_factory=dict)
+
+    def run(self) -> Run:
+        """Evaluate all graphs in order."""
+        self.tables = {t.name: t for t in self.capture.tables}
+        self.storages: dict[Any, Storage] = {}
+        for g, graph in enumerate(self.capture.graphs):
+            self._graph(g, graph)
+        return self
+
+    def _graph(self, g: int, graph: Graph) -> None:
+        self.g, self.buffers, self.inputs = g, {b.name: b for b in graph.buffers}, {i.name: i for i in graph.inputs}
+        self.env: dict[str, int] = dict(graph.symbols)
+        if graph.tokens:
+            self.env[graph.tokens] = self.arithmetic.tokens
+        for i in graph.inputs:
+            if i.role == "symbol":
+                self.env.setdefault(i.name, self.env.get(i.source, 0))
+        self.live: dict[str, Storage] = {}
+        for kernel in graph.kernels:
+            for node in kernel.nodes:
+                if node.kind == "loop":
+                    self._loop(node)
+                else:
+                    self._anchor(node)
+        for op in self.tracer.ops:
+            if op.kind == "output" and op.key[0] == g:
+                self.operands[op.id, 0] = self._contents(op.key[1])
+
+    # -- storage --------------------------------------------------------------------------------------------------------
+
+    def _size(self, text: str) -> int:
+        n = int(index_value(text, self.env))
+        if not 0 <= n <= aten.MAX_ELEMENTS:
+            raise CaptureFileError(f"a buffer of the capture has the impossible size {n}", where=text)
+        return n
+
+    def _root(self, name: str) -> tuple[str, int]:
+        """The buffer whose storage `name` lives in, and the offset of `name` in it."""
+        offset, seen = 0, set()
+        while (b := self.buffers.get(name)) is not None and b.view_of is not None and b.view_of != name and name not in seen:
+            seen.add(name)
+            offset += int(index_value(b.offset, self.env)) if b.layout == "NonOwningLayout" else 0
+            name = b.view_of
+        return name, offset
+
+    def _storage(self, root: str) -> Storage:
+        if root not in self.live:
+            b = self.buffers.get(root)
+            if b is None:
+                raise CaptureFileError(f"the capture reads {root}, which nothing wrote", where=f"graph {self.g}")
+            n = self._extent(b)
+            empty = torch.full((n,), UNKNOWN, dtype=torch.float64)
+            self.live[root] = Storage(("empty", n), empty, empty)
+        return self.live[root]
+
+    def _extent(self, b: Buffer) -> int:
+        sizes, strides = [self._size(s) for s in b.size], [int(index_value(s, self.env)) for s in b.stride]
+        if any(s == 0 for s in sizes):
+            return 0
+        n = 1 + sum((s - 1) * t for s, t in zip(sizes, strides, strict=False))
+        if not 0 <= n <= aten.MAX_ELEMENTS:
+            raise CaptureFileError(f"buffer {b.name} has an impossible extent", where=str(b.size))
+        return n
+
+    def _source(self, name: str) -> Storage | _Lazy:
+        """What a load of `name` reads."""
+        i = self.inputs.get(name)
+        if i is None:
+            return self._storage(self._root(name)[0])
+        if name in self.live:  # written by an extern call
+            return self.live[name]
+        p = next((p for p in self.capture.parameters if p.name == i.source), None) if i.role == "parameter" else None
+        if p is not None and p.segments and p.learned:
+            return _Lazy(("parameter", tuple(self.arithmetic.name(s.checkpoint) for s in p.segments), p.shape), p, i.dtype or p.dtype)
+        if i.source in self.tables:
+            storage = self._table(i.source)
+        elif "position" in i.source:
+            data = torch.tensor(self.arithmetic.positions, dtype=torch.float64)
+            storage = Storage(("positions", name), data, data)
+        elif i.dtype in ("int32", "int64") and "id" in i.source:
+            data = torch.tensor(self.arithmetic.token_ids, dtype=torch.float64)
+            storage = Storage(("ids", name), data, data)
+        else:
+            n = 1
+            for s in i.size:
+                n *= self._size(s)
+            data = draw(seed_of(self.arithmetic.seed, "input", i.source), torch.arange(n))
+            storage = Storage(("input", i.source, n), data, data)
+        self.live[name] = storage
+        return storage
+
+    def _table(self, name: str) -> Storage:
+        t = self.tables[name]
+        width = 1
+        for s in t.shape[1:]:
+            width *= s
+        raw = torch.frombuffer(bytearray(base64.b64decode(t.values)), dtype=torch.float32).double().view(len(t.rows), width)
+        n = t.shape[0] * width
+        if n > aten.MAX_ELEMENTS:
+            raise UnsupportedOpError(f"table {name} is too large to evaluate")
+        data = torch.full((t.shape[0], width), UNKNOWN, dtype=torch.float64)
+        data[list(t.rows)] = raw
+        return Storage(("table", name), data.view(-1), data.view(-1))
+
+    def _contents(self, name: str) -> torch.Tensor:
+        """A whole buffer in its own layout."""
+        root, offset = self._root(name)
+        b = self.buffers.get(name) or self.buffers.get(root)
+        source = self._source(name)
+        if isinstance(source, _Lazy) or b is None or not b.size:
+            return source.memory if isinstance(source, Storage) else torch.empty(0)
+        sizes, strides = [self._size(s) for s in b.size], [int(index_value(s, self.env)) for s in b.stride]
+        return source.memory.as_strided(sizes, strides, offset)
+
+    # -- anchors --------------------------------------------------------------------------------------------------------
+
+    def _anchor(self, node: Node) -> None:
+        op_id = self.tracer.ids.get((self.g, node.name, ""))
+        if op_id is None:
+            return
+        op = self.tracer.ops[op_id]
+        args = dict(node.args)
+        rule = self.tracer.rules.get(node.op)
+        names = [rule.input] if rule and rule.kind == "gemm" else list(rule.operands) if rule and rule.operands else [n for n, _ in node.args]
+        slot = 0
+        for n in names:
+            arg = args.get(n)
+            if not _buffers(arg):
+                continue
+            if slot < len(op.operands):
+                self.operands[op.id, slot] = self._argument(arg)
+                slot += 1
+        written = [b for n in ([rule.out] if rule and rule.out else node.mutates) for b in _buffers(args.get(n))] or list(node.outputs)
+        for o in written:
+            root, _ = self._root(o)
+            b = self.buffers.get(root)
+            if b is None or b.dtype is None or not b.size:
+                continue
+            val = self._output(op, b)
+            self.live[root] = Storage(("anchor", val.id), val.data.reshape(-1), val.data.reshape(-1))
+            self.values[op.id] = val
+
+    def _argument(self, arg: Any) -> torch.Tensor:
+        if isinstance(arg, list | tuple):
+            return torch.cat([self._argument(a).reshape(-1) for a in arg if _buffers(a)])
+        name = arg["b"]
+        if "size" in arg:
+            root, base = self._root(name)
+            source = self._source(name)
+            if isinstance(source, Storage):
+                sizes = [self._size(s) for s in arg["size"]]
+                strides = [int(index_value(s, self.env)) for s in arg["stride"]]
+                return source.memory.as_strided(sizes, strides, base + int(index_value(str(arg.get("offset", "0")), self.env)))
+        return self._contents(name)
+
+    def _output(self, op: Op, b: Buffer) -> Val:
+        """An anchor's output: one random block per checkpoint tensor of a merged GEMM, side by side."""
+        shape = tuple(self._size(s) for s in b.size)
+        segments = op.detail.get("segments")
+        if op.target == "gemm" and segments:
+            occurrence = op.key[-1]
+            parts = [self.arithmetic.anchor(anchor_name(("gemm", c, occurrence)), (*shape[:-1], length), op.dtype).data for c, _, length in segments]
+            data = torch.cat(parts, -1)
+            if data.shape == shape:
+                key = ("merged", tuple(self.arithmetic.name(c) for c, _, _ in segments), occurrence, shape, op.dtype)
+                return self.arithmetic.intern(key) or self.arithmetic.put(key, data)
+        return self.arithmetic.anchor(anchor_name(op.key), shape, op.dtype)
+
+    # -- loops ----------------------------------------------------------------------------------------------------------
+
+    def _loop(self, node: Node) -> None:
+        body = self.capture.bodies[node.body or ""]
+        binding = {f"b{i}": b for i, b in enumerate(node.buffers)}
+        inputs = []
+        for role, name in binding.items():
+            root, offset = self._root(name)
+            source = self._source(name) if name in self.inputs or root in self.live else None
+            inputs.append((role, source.id if source else None, offset, name in node.forwarded, (self.buffers[name].dtype if name in self.buffers else "")))
+        key = (node.body, tuple(inputs))
+        if key not in self._nodes:
+            self._nodes[key], self._stored[key] = self._interpret(body, binding, node)
+        for name, val in self._nodes[key].items():
+            op = self.tracer.ids.get((self.g, node.name, name))
+            if op is None or op < 0:
+                continue
+            if isinstance(val, str):
+                self.unsupported[op] = val
+            else:
+                self.values[op] = val
+        for role, index, data, mode in self._stored[key]:
+            self._store(binding[role], role, index, data, mode, key)
+
+    def _store(self, name: str, role: str, index: torch.Tensor, data: torch.Tensor, mode: str, key: Any) -> None:
+        root, offset = self._root(name)
+        old = self._storage(root)
+        new_id = ("stored", old.id, key, role, offset)
+        if new_id not in self.storages:
+            dtype = (self.buffers[name].dtype if name in self.buffers else None) or "float32"
+            register, memory = old.register.clone(), old.memory.clone()
+            flat = (index + offset).reshape(-1)
+            value = data.double().expand(index.shape).reshape(-1)
+            if flat.numel() and (int(flat.min()) < 0 or int(flat.max()) >= register.numel()):
+                raise CaptureFileError(f"a store to {name} is outside the buffer", where=f"graph {self.g}")
+            if mode == "atomic_add":
+                register, memory = (torch.nan_to_num(x).index_add(0, flat, value) for x in (register, memory))
+            else:
+                register[flat] = value
+                memory[flat] = self.arithmetic.round(value, dtype)
+            self.storages[new_id] = Storage(new_id, memory, register)
+        self.live[root] = self.storages[new_id]
+
+    def _interpret(self, body: Body, binding: dict[str, str], node: Node) -> tuple[dict[str, Val | str], list[Any]]:
+        return _Interpreter(self, body, binding, node).run()
+
+
+@dataclass
+class _Interpreter:
+    run_: Run
+    body: Body
+    binding: dict[str, str]
+    node: Node
+
+    def run(self) -> tuple[dict[str, Val | str], list[Any]]:
+        self.results: dict[str, Val | str] = {}
+        self.stores: list[Any] = []
+        self.pending: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        n = len(self.body.var_ranges)
+        self.env: dict[str, Any] = dict(self.run_.env)
+        self.shape: list[int] = []
+        total = 1
+        for d, (name, extent) in enumerate(self.body.var_ranges):
+            size = self.run_._size(extent)
+            total *= max(size, 1)
+            self.shape.append(size)
+            self.env[name] = torch.arange(size).view([-1 if i == d else 1 for i in range(n)])
+        if total > aten.MAX_ELEMENTS:
+            raise CaptureFileError("a loop of the capture is too large to evaluate", where=self.node.name)
+        pointwise = len(self.body.sizes[0])
+        self.reduced = tuple(range(pointwise, n))
+        self.block(self.body.ops, {}, "")
+        return self.results, self.stores
+
+    def index(self, name: str) -> torch.Tensor:
+        text = self.body.indexing.get(name)
+        if text is None:
+            raise CaptureFileError(f"no index expression called {name}", where=self.node.name)
+        x = index_value(text, self.env)
+        return x.long() if isinstance(x, torch.Tensor) else torch.full([1] * max(len(self.shape), 1), int(x))
+
+    def block(self, ops: tuple[Any, ...], env: dict[str, Any], prefix: str) -> Any:
+        last = None
+        for name, target, args, kwargs in ops:
+            last = self.op(prefix, name, target, args, kwargs, env)
+        return last
+
+    def op(self, prefix: str, name: str, target: str, args: Any, kwargs: Any, env: dict[str, Any]) -> Any:
+        run, rounding = self.run_, self.run_.arithmetic
+
+        def arg(a: Any) -> Any:
+            if isinstance(a, dict):
+                if "n" in a:
+                    return env.get(a["n"])
+                if "f" in a:
+                    return float(a["f"])
+                if "e" in a:
+                    return index_value(a["e"], self.env)
+                return a
+            if isinstance(a, list | tuple):
+                return [arg(x) for x in a]
+            return a
+
+        if target == "output":
+            vals = [env[n] for a in args for n in references(a, "n") if n in env]
+            return vals[0] if vals else None
+        if target == "get_index":
+            env[name] = self.index(args[0])
+            return env[name]
+        if target.startswith("set_indirect"):
+            x = arg(args[0])
+            symbol = target.replace("set_", "")
+            self.env[symbol] = x.long() if isinstance(x, torch.Tensor) else x
+            return None
+        if target == "check_bounds":
+            return None
+        if target == "constant":
+            c = arg(args[0])
+            env[name] = torch.as_tensor(c, dtype=torch.float64 if isinstance(c, float) else None)
+            return env[name]
+        if target == "index_expr":
+            x = arg(args[0])
+            dtype = args[1].get("dtype", "int64") if len(args) > 1 and isinstance(args[1], dict) else "int64"
+            env[name] = x.double() if dtype.startswith(("float", "bfloat")) else x
+            return env[name]
+        if target == "load":
+            env[name] = self.load(self.binding[args[0]["b"]], arg(args[1]))
+            return env[name]
+        if target in ("store", "store_reduction"):
+            value = arg(args[2])
+            if value is None:
+                return None
+            index = arg(args[1])
+            shape = torch.broadcast_shapes(index.shape, value.shape)
+            buffer = self.binding[args[0]["b"]]
+            self.pending[buffer] = (index.expand(shape), value)
+            mode = next((a for a in args[3:] if isinstance(a, str)), kwargs.get("mode") or "")
+            self.stores.append((args[0]["b"], index.expand(shape), value, mode if isinstance(mode, str) else ""))
+            return value
+        if target == "to_dtype":
+            x = arg(args[0])
+            dtype = next((a["dtype"] for a in args if isinstance(a, dict) and "dtype" in a), kwargs.get("dtype", {}).get("dtype", "float32") if isinstance(kwargs.get("dtype"), dict) else "float32")
+            env[name] = self.cast(x, dtype, rounds=kwargs.get("use_compute_types", True) is False)
+            return env[name]
+        if target == "getitem":
+            pair = arg(args[0])
+            env[name] = pair[args[1]] if isinstance(pair, list | tuple) else pair
+            return env[name]
+        if target.startswith("masked_subblock"):
+            mask, other = arg(args[0]), arg(args[1])
+            inner = self.block(self.body.subblocks.get(target, ()), dict(env), f"{target}.")
+            if inner is None:
+                return None
+            mask = torch.as_tensor(mask).bool()
+            fill = torch.as_tensor(float(other) if not isinstance(other, torch.Tensor) else other, dtype=torch.float64)
+            env[name] = torch.where(mask, inner.double() if inner.is_floating_point() else inner, fill)
+            return env[name]
+        if target == "reduction":
+            env[name] = self.reduction(prefix, name, args, arg)
+            return env[name]
+        operands = [arg(a) for a in args]
+        if any(o is None for o in operands):
+            self.results[prefix + name] = "an operand could not be evaluated"
+            return None
+        result = loop_ops.apply(target, operands)
+        if result is None:
+            self.results[prefix + name] = f"loop op {target} is not known"
+            env[name] = None
+            return None
+        env[name] = self.keep(prefix + name, result)
+        return env[name]
+
+    def keep(self, name: str, data: torch.Tensor) -> torch.Tensor:
+        run = self.run_
+        val = run.arithmetic.put(("loop", id(self), name), data)
+        if run.replace is not None and data.is_floating_point():
+            val = run.replace(val)
+        self.results[name] = val
+        return val.data
+
+    def cast(self, x: Any, dtype: str, *, rounds: bool) -> Any:
+        if x is None:
+            return None
+        if dtype == "bool":
+            return x.bool() if isinstance(x, torch.Tensor) else bool(x)
+        if dtype.startswith(("int", "uint")):
+            return x.trunc().long() if x.is_floating_point() else x
+        x = x.double()
+        return self.run_.arithmetic.round(x, dtype) if rounds and dtype in LOW_PRECISION else x
+
+    def reduction(self, prefix: str, name: str, args: Any, arg: Any) -> Any:
+        kind = next((a for a in args if isinstance(a, str)), "")
+        value = arg(args[-1])
+        if value is None:
+            return None
+        if isinstance(value, list):
+            self.results[prefix + name] = f"reduction {kind} of several values is not known"
+            return None
+        value = value.double() if value.dtype != torch.bool else value
+        full = [max(a, b) for a, b in zip(self.shape, [1] * (len(self.shape) - value.dim()) + list(value.shape), strict=True)]
+        for d in self.reduced:
+            full[d] = self.shape[d]
+        value = value.expand(full)
+        result = loop_ops.reduce(kind, value, self.reduced)
+        if result is None:
+            self.results[prefix + name] = f"reduction {kind} is not known"
+            return None
+        if isinstance(result, tuple):
+            self.results[prefix + name] = self.run_.arithmetic.put(("loop", id(self), name), result[0])
+            return list(result)
+        return self.keep(prefix + name, result)
+
+    def load(self, buffer: str, index: torch.Tensor) -> torch.Tensor:
+        run = self.run_
+        source = run._source(buffer)
+        if isinstance(source, _Lazy):
+            return self.parameter(source, index)
+        root, offset = run._root(buffer)
+        if buffer in self.pending:
+            stored_index, value = self.pending[buffer]
+            if stored_index.shape == index.shape and torch.equal(stored_index, index):
+                dtype = (run.buffers[buffer].dtype if buffer in run.buffers else None) or "float32"
+                return value if buffer in self.node.forwarded else run.arithmetic.round(value, dtype)
+        data = source.register if buffer in self.node.forwarded else source.memory
+        flat = index + offset
+        if flat.numel() and (int(flat.min()) < 0 or int(flat.max()) >= data.numel()):
+            flat = flat.clamp(0, max(data.numel() - 1, 0))  # a masked-out lane may read outside
+        out = data[flat]
+        return out.long() if source.id[0] in ("positions", "ids") else out
+
+    def parameter(self, source: _Lazy, index: torch.Tensor) -> torch.Tensor:
+        p = source.parameter
+        if len(p.segments) == 1 and p.segments[0].start == 0 and not p.segments[0].index:
+            return self.run_.arithmetic.parameter(p.segments[0].checkpoint, index, source.dtype)
+        strides = [1]
+        for s in reversed(p.shape[1:]):
+            strides.insert(0, strides[0] * s)
+        out = torch.full(index.shape, UNKNOWN, dtype=torch.float64)
+        for s in p.segments:
+            at = (index // strides[s.dim]) % p.shape[s.dim]
+            inside = (at >= s.start) & (at < s.start + s.length)
+            local = (index - s.start * strides[s.dim]) if s.dim == 0 else index
+            out = torch.where(inside, self.run_.arithmetic.parameter(s.checkpoint, local, source.dtype), out)
+        return out

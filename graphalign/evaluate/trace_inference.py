@@ -1,0 +1,316 @@
+"""From a captured inference graph to its dataflow: ops, and edges with the roundings that really happen.
+
+Where a value is rounded (seen on torch 2.13, C++ and Triton backends):
+- `to_dtype(x, bf16, use_compute_types=True)` does nothing, `use_compute_types=False` rounds;
+- a store into a BF16 buffer rounds for whoever loads it from memory, and not for a load that code generation served
+  from a register (`Node.forwarded`, observed while the kernel was generated);
+- an expression inlined into another kernel is not rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from graphalign.errors import CaptureFileError
+from graphalign.evaluate.opaque import OpaqueOp
+from graphalign.ir.args import references
+from graphalign.ir.dataflow import LOW_PRECISION, Dataflow, Op, Operand, Ref
+from graphalign.ir.inference import Graph, InferenceGraph, Node, Parameter
+
+TRANSPARENT = frozenset({"neg", "identity", "to_dtype", "load", "store", "getitem", "masked"})
+"""Targets that make no new value (a sign change commutes with rounding to nearest even)."""
+INDEX_OPS = frozenset({"get_index", "index_expr", "constant", "set_indirect", "check_bounds"})
+
+
+@dataclass
+class _Slot:
+    """What an op of a loop body evaluates to, as far as edges go."""
+
+    refs: Operand = ()
+    indexing: bool = True
+    """Depends on loop indices and constants only."""
+
+
+@dataclass
+class Tracer:
+    """Builds the dataflow of one capture."""
+
+    capture: InferenceGraph
+    rules: dict[str, OpaqueOp]
+    ops: list[Op] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    ids: dict[tuple[int, str, str], int] = field(default_factory=dict)
+    """(graph, node, op of its body) to op index, for the evaluator."""
+    sources: dict[tuple[int, str], int] = field(default_factory=dict)
+    """(graph, input name) to op index."""
+    _occurrences: dict[tuple[Any, ...], int] = field(default_factory=dict)
+
+    def run(self) -> Dataflow:
+        """Trace all graphs in order.
+
+        Raises:
+            CaptureFileError: a kernel reads a buffer that nothing wrote, or refers to a body that is not there.
+        """
+        self.parameters = {p.name: p for p in self.capture.parameters}
+        self.tables = {t.name for t in self.capture.tables}
+        for g, graph in enumerate(self.capture.graphs):
+            self._graph(g, graph)
+        flow = Dataflow("inference", tuple(self.ops), tuple(self.notes))
+        flow.verify()
+        return flow
+
+    def add(self, **kw: Any) -> Op:
+        op = Op(id=len(self.ops), **kw)
+        self.ops.append(op)
+        return op
+
+    def _graph(self, g: int, graph: Graph) -> None:
+        self.buffers = {b.name: b for b in graph.buffers}
+        self.inputs = {i.name: i for i in graph.inputs}
+        # refs and, once written to memory, their rounded form; views of a concat buffer feed the whole
+        self.register: dict[str, Operand] = {}
+        self.memory: dict[str, Operand] = {}
+        for kernel in graph.kernels:
+            for node in kernel.nodes:
+                if node.kind == "loop":
+                    self._loop(g, kernel.generated or kernel.name, node)
+                elif node.kind == "extern":
+                    self._extern(g, kernel.generated or kernel.name, node)
+                elif node.kind == "template":
+                    self._opaque(g, kernel.generated or kernel.name, node, None)
+        for name in graph.outputs:
+            if name in self.buffers or name in self.inputs:
+                refs = self.read(g, name)
+                if refs:
+                    self.add(name=f"output.{name}", kind="output", target="output", operands=(refs,), where=graph.name, key=(g, name))
+
+    def read(self, g: int, name: str) -> Operand:
+        """Edges that a load of `name` from memory gives."""
+        if name in self.memory:
+            return self.memory[name]
+        if (i := self.inputs.get(name)) is not None:
+            if i.role in ("symbol", "layer"):
+                return ()
+            return (Ref(self._source(g, name), (i.dtype,) if i.dtype in LOW_PRECISION else ()),)
+        buffer = self.buffers.get(name)
+        if buffer is not None and buffer.view_of is not None and buffer.view_of != name:
+            return self.read(g, buffer.view_of)
+        if buffer is not None:
+            return ()  # allocated, not written yet: an output argument
+        raise CaptureFileError(f"the capture reads {name}, which is neither an input nor a buffer", where=f"graph {g}")
+
+    def _source(self, g: int, name: str) -> int:
+        if (g, name) in self.sources:
+            return self.sources[g, name]
+        i = self.inputs[name]
+        p = self.parameters.get(i.source) if i.role == "parameter" else None
+        if p is not None and p.segments and p.learned:
+            kind, key = "parameter", tuple(s.checkpoint for s in p.segments)
+        elif p is not None and p.name in self.tables:
+            kind, key = "table", (p.name,)
+        else:
+            kind, key = "input", (i.source or name,)
+        op = self.add(name=f"{name}@{g}" if g else name, kind=kind, target=i.source or name, dtype=i.dtype or "float32", key=key)
+        self.sources[g, name] = op.id
+        return op.id
+
+    def write(self, name: str, refs: Operand) -> None:
+        """A store of edges into a buffer: rounded for readers of memory, kept as they are for registers."""
+        self.register[name] = self.register.get(name, ()) + refs
+        buffer = self.buffers.get(name)
+        dtype = (buffer.dtype if buffer else None) or "float32"
+        rounded = tuple(r.rounded(dtype, name) for r in refs)
+        seen = {name}
+        while True:
+            self.memory[name] = _merge(self.memory.get(name, ()), rounded)
+            buffer = self.buffers.get(name)
+            if buffer is None or buffer.view_of is None or buffer.view_of in seen:
+                return
+            name = buffer.view_of
+            seen.add(name)
+
+    def _loop(self, g: int, kernel: str, node: Node) -> None:
+        body = self.capture.bodies.get(node.body or "")
+        if body is None:
+            raise CaptureFileError(f"node {node.name} refers to a loop body that is not in the capture", where=f"graph {g}")
+        binding = {f"b{i}": b for i, b in enumerate(node.buffers)}
+        env: dict[str, _Slot] = {}
+        subresults: dict[str, _Slot] = {}
+        for name, ops in body.subblocks.items():
+            sub: dict[str, _Slot] = dict(env)
+            last = _Slot()
+            for item in ops:
+                last = self._op(g, kernel, node, binding, sub, subresults, f"{name}.", item) or last
+            subresults[name] = last
+        for item in body.ops:
+            self._op(g, kernel, node, binding, env, subresults, "", item)
+
+    def _op(self, g: int, kernel: str, node: Node, binding: dict[str, str], env: dict[str, _Slot],
+            subresults: dict[str, _Slot], prefix: str, item: tuple[Any, ...]) -> _Slot | None:  # fmt: skip
+        name, target, args, kwargs = item
+        if target in ("output", "ops"):
+            refs = [env[n] for a in args for n in references(a, "n") if n in env]
+            return refs[0] if refs else None
+        if target in INDEX_OPS or target.startswith("set_indirect"):
+            env[name] = _Slot()
+            return env[name]
+        operands = [[env.get(n, _Slot()) for n in references(a, "n")] for a in args]
+        flat = [s for o in operands for s in o]
+        if target == "load":
+            buffer = binding.get(args[0]["b"], args[0]["b"]) if isinstance(args[0], dict) else str(args[0])
+            refs = self.register[buffer] if buffer in node.forwarded and buffer in self.register else self.read(g, buffer)
+            refs = tuple(r.through(buffer) if buffer in self.buffers else r for r in refs)
+            slot = _Slot(refs, indexing=all(self.ops[r.producer].kind == "input" for r in refs))
+        elif target in ("store", "store_reduction"):
+            buffer = binding.get(args[0]["b"], args[0]["b"]) if isinstance(args[0], dict) else str(args[0])
+            self.write(buffer, flat[-1].refs if flat else ())
+            return flat[-1] if flat else None
+        elif target == "to_dtype":
+            dtype = next((a["dtype"] for a in args if isinstance(a, dict) and "dtype" in a), "float32")
+            rounds = kwargs.get("use_compute_types", True) is False
+            slot = _Slot(tuple(r.rounded(dtype) for r in flat[0].refs) if rounds and flat else (flat[0].refs if flat else ()), flat[0].indexing if flat else True)
+        elif target in ("neg", "identity", "getitem"):
+            slot = flat[0]
+            if target == "getitem" and flat and not flat[0].indexing:
+                self.ids[g, node.name, prefix + name] = self.ids.get((g, node.name, prefix + _ref(args[0])), -1)
+        elif target.startswith("masked_subblock"):
+            inner = subresults.get(target, _Slot())
+            mask_is_index = all(s.indexing for s in flat)
+            slot = _Slot(inner.refs, inner.indexing and mask_is_index)
+            if not mask_is_index:
+                slot = self._compute(g, kernel, node, prefix + name, "masked", [*[s.refs for s in flat], inner.refs])
+        elif target == "where" and len(operands) == 3 and all(s.indexing for s in operands[0]):
+            picked = [s for o in operands[1:] for s in o]
+            slot = _Slot(_merge((), tuple(r for s in picked for r in s.refs)), all(s.indexing for s in picked))
+        elif all(s.indexing for s in flat):
+            slot = _Slot(tuple(r for s in flat for r in s.refs), True)
+        else:
+            slot = self._compute(g, kernel, node, prefix + name, _target(target, args), [s.refs for s in flat])
+        env[name] = slot
+        return slot
+
+    def _compute(self, g: int, kernel: str, node: Node, name: str, target: str, operands: Iterable[Operand]) -> _Slot:
+        op = self.add(name=f"{node.name}.{name}", kind="op", target=target, operands=tuple(o for o in operands if o),
+                      module=node.module, source=node.source or None, where=kernel)  # fmt: skip
+        self.ids[g, node.name, name] = op.id
+        return _Slot((Ref(op.id),), False)
+
+    def _extern(self, g: int, kernel: str, node: Node) -> None:
+        args = dict(node.args)
+        rule = self.rules.get(node.op)
+        if node.op.endswith("MultiOutput") or node.op in ("MultiOutput", "operator.getitem"):
+            refs = tuple(r for _, a in node.args for b in references(a, "b") for r in self.read(g, b))
+            for out in node.outputs:
+                if refs:
+                    self.memory[out] = self.register[out] = refs
+            return
+        if rule is None or rule.kind == "opaque":
+            self._opaque(g, kernel, node, rule)
+            return
+        if rule.kind == "effect":
+            return
+
+        def edges(arg: str) -> Operand:
+            return tuple(r for b in _buffers(args.get(arg)) for r in self.read(g, b))
+
+        if rule.kind == "gemm":
+            weight = args.get(rule.weight)
+            p = self._parameter(weight)
+            key = ("gemm", *self._number(tuple(s.checkpoint for s in p.segments) if p else ("unknown", node.name)))
+            operands = (edges(rule.input),)
+            detail: dict[str, Any] = {"segments": [(s.checkpoint, s.start, s.length) for s in p.segments] if p else [], "bias": bool(_buffers(args.get(rule.bias))) or _is_param(args.get(rule.bias))}
+        else:
+            operands = tuple(edges(a) for a in rule.operands)
+            layer = args.get(rule.layer)
+            name = layer.get("layer") if isinstance(layer, dict) else None
+            if name is None and isinstance(layer, dict) and "b" in layer and layer["b"] in self.inputs:
+                name = self.inputs[layer["b"]].source
+            key = ("attention", *self._number(self.anchors_above(operands)))
+            detail = {"layer": name}
+        out = _buffers(args.get(rule.out)) if rule.out else list(node.outputs)
+        dtype = next((b.dtype for o in out if (b := self.buffers.get(o)) is not None and b.dtype), "float32")
+        op = self.add(name=node.name, kind="anchor", target=rule.kind, operands=operands, dtype=dtype, module=node.module,
+                      source=node.source or None, where=node.op, key=key, detail=detail)  # fmt: skip
+        self.ids[g, node.name, ""] = op.id
+        for o in out:
+            self.write(o, (Ref(op.id),))
+
+    def _opaque(self, g: int, kernel: str, node: Node, rule: OpaqueOp | None) -> None:
+        ignored = set(rule.ignore) if rule else set()
+        names = [n for n, _ in node.args if n not in ignored]
+        operands = tuple(refs for n in names if (refs := tuple(r for b in _buffers(dict(node.args)[n]) for r in self.read(g, b))))
+        written = [b for n in node.mutates for b in _buffers(dict(node.args).get(n))] or list(node.outputs)
+        dtype = next((b.dtype for o in written if (b := self.buffers.get(o)) is not None and b.dtype), "float32")
+        op = self.add(name=node.name, kind="anchor", target=node.op or node.kind, operands=operands, dtype=dtype, module=node.module,
+                      source=node.source or None, where=node.op or kernel, key=("opaque", *self._number((node.op, node.module))))  # fmt: skip
+        self.ids[g, node.name, ""] = op.id
+        for o in written:
+            self.write(o, (Ref(op.id),))
+
+    def _parameter(self, arg: Any) -> Parameter | None:
+        if isinstance(arg, dict) and "param" in arg:
+            return self.parameters.get(arg["param"])
+        for b in _buffers(arg):
+            i = self.inputs.get(b)
+            if i is not None and i.role == "parameter":
+                return self.parameters.get(i.source)
+        return None
+
+    def _number(self, key: tuple[Any, ...]) -> tuple[Any, ...]:
+        n = self._occurrences.get(key, 0)
+        self._occurrences[key] = n + 1
+        return (*key, n)
+
+    def anchors_above(self, operands: Iterable[Operand]) -> tuple[str, ...]:
+        """Checkpoint names of the GEMMs (or keys of other anchors) nearest above some operands: an anchor's structural identity."""
+        return nearest_anchors(self.ops, operands)
+
+
+def nearest_anchors(ops: list[Op], operands: Iterable[Operand]) -> tuple[str, ...]:
+    """Names of the anchors first met on the way up from `operands`, sorted.
+
+    A merged GEMM stands for all its checkpoint tensors, so the name is the same whether or not a side merges them.
+    """
+    found: set[str] = set()
+    seen: set[int] = set()
+    todo = [r.producer for o in operands for r in o]
+    while todo:
+        i = todo.pop()
+        if i in seen:
+            continue
+        seen.add(i)
+        op = ops[i]
+        if op.kind == "anchor":
+            found.update(str(k) for k in op.key[1:-1]) if op.target == "gemm" else found.add(str(op.key))
+        elif op.kind == "op":
+            todo += [r.producer for o in op.operands for r in o]
+    return tuple(sorted(found))
+
+
+def _merge(old: Operand, new: Operand) -> Operand:
+    return old + tuple(r for r in dict.fromkeys(new) if r not in old)
+
+
+def _buffers(arg: Any) -> list[str]:
+    if isinstance(arg, dict):
+        return [arg["b"]] if isinstance(arg.get("b"), str) else []
+    if isinstance(arg, list | tuple):
+        return [b for a in arg for b in _buffers(a)]
+    return []
+
+
+def _is_param(arg: Any) -> bool:
+    return isinstance(arg, dict) and "param" in arg
+
+
+def _ref(arg: Any) -> str:
+    return next(iter(references(arg, "n")), "")
+
+
+def _target(target: str, args: Any) -> str:
+    if target == "reduction":
+        kind = next((a for a in args if isinstance(a, str)), "reduction")
+        return f"reduction.{kind}"
+    return target

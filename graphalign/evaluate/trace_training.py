@@ -1,0 +1,190 @@
+"""From a captured training graph to its dataflow: ops, and edges with the rounding of every eager store."""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import dataclass, field
+from typing import Any
+
+from graphalign.evaluate.aten import ATTENTIONS, MATMULS, TRANSPARENT, base
+from graphalign.evaluate.trace_inference import nearest_anchors
+from graphalign.ir.args import references
+from graphalign.ir.dataflow import Dataflow, Op, Operand, Ref
+from graphalign.ir.training import Node, TrainingGraph
+
+QUERY_KEY_VALUE = 3
+"""Operands of an attention anchor that are compared: query, key, value; then sinks."""
+
+
+@dataclass
+class Tracer:
+    """Builds the dataflow of one capture."""
+
+    capture: TrainingGraph
+    ops: list[Op] = field(default_factory=list)
+    refs: dict[int, Operand] = field(default_factory=dict)
+    """Value id to the edges a reader of it gets."""
+    constant: set[int] = field(default_factory=set)
+    """Value ids that depend on positions, token ids and buffers only."""
+    op_of_node: dict[int, int] = field(default_factory=dict)
+    """Node index to op index, for nodes that are ops or anchors."""
+    table_of_value: dict[int, int] = field(default_factory=dict)
+    """Value id of a constant that is read by the model's arithmetic to its op index."""
+    dtype: dict[int, str] = field(default_factory=dict)
+    _occurrences: dict[tuple[Any, ...], int] = field(default_factory=dict)
+
+    def run(self) -> Dataflow:
+        """Trace the capture."""
+        self.origin: dict[int, int] = {}
+        self.weights: dict[int, str] = {}
+        for i in self.capture.inputs:
+            self.dtype[i.value.id] = i.value.dtype
+            if i.kind == "parameter":
+                op = self.add(name=i.name, kind="parameter", target=i.name, dtype=i.value.dtype, key=(i.name,))
+                self.refs[i.value.id] = (Ref(op.id).rounded(i.value.dtype),)
+                self.weights[i.value.id] = i.name
+            else:
+                self.constant.add(i.value.id)
+        for n, node in enumerate(self.capture.nodes):
+            self._node(n, node)
+        for v in self.capture.outputs:
+            if v in self.refs:
+                self.add(name=f"output.{v}", kind="output", target="output", operands=(self.refs[v],), key=(v,))
+        flow = Dataflow("training", tuple(self.ops), self.capture.header.notes)
+        flow.verify()
+        return flow
+
+    def add(self, **kw: Any) -> Op:
+        op = Op(id=len(self.ops), **kw)
+        self.ops.append(op)
+        return op
+
+    def edges(self, value: int) -> Operand:
+        """Edges that a reader of a value gets; a constant becomes a table producer when the first reader comes."""
+        if value in self.refs:
+            return self.refs[value]
+        if value not in self.constant:
+            return ()
+        return self._table(value)
+
+    def _table(self, value: int) -> Operand:
+        # walk back through casts and views of the constant to what was computed; the casts are the edge's roundings
+        chain: list[int] = []
+        v = value
+        while v not in self.table_of_value and v in self.origin:
+            node = self.capture.nodes[self.origin[v]]
+            tensors = list(references(node.args, "v"))
+            if base(node.op) not in TRANSPARENT or base(node.op) in ("cat", "stack", "embedding", "index_select", "gather") or len(tensors) != 1:
+                break
+            chain.append(v)
+            v = tensors[0]
+        if v not in self.table_of_value:
+            node = self.capture.nodes[self.origin[v]] if v in self.origin else None
+            name = next((i.name for i in self.capture.inputs if i.value.id == v), f"{node.module if node else ''}%{v}")
+            op = self.add(name=f"table.{name}", kind="table", target=node.op if node else name, dtype=self.dtype.get(v, "float32"),
+                          module=node.module if node else "", source=node.source if node else None, key=(v,))  # fmt: skip
+            self.table_of_value[v] = op.id
+        ref = Ref(self.table_of_value[v]).rounded(self.dtype.get(v, "float32"))
+        for u in reversed(chain):
+            ref = ref.rounded(self.dtype[u])
+        return (ref,)
+
+    def _node(self, n: int, node: Node) -> None:
+        name = base(node.op)
+        tensors = list(dict.fromkeys([*references(node.args, "v"), *(v for a in node.kwargs.values() for v in references(a, "v"))]))
+        outs = [o for o in node.outputs if o is not None]
+        for o in outs:
+            self.dtype[o.id] = o.dtype
+            self.origin[o.id] = n
+        if node.op != "graphalign.attention" and all(v in self.constant for v in tensors):
+            self.constant.update(o.id for o in outs)
+            return
+        if node.op == "graphalign.attention" or name in ATTENTIONS:
+            self._attention(n, node, outs)
+        elif name in MATMULS:
+            self._matmul(n, node, outs, name)
+        elif name in TRANSPARENT:
+            self._transparent(node, outs, tensors)
+        elif _is_identity(name, node):
+            first = next(iter(references(node.args, "v")))
+            self.refs[outs[0].id] = tuple(r.rounded(outs[0].dtype) for r in self.edges(first))
+        elif outs:
+            operands = tuple(e for a in self._operand_values(node) if (e := self.edges(a)))
+            op = self.add(name=f"%{outs[0].id}", kind="op", target=node.op, operands=operands, dtype=outs[0].dtype,
+                          module=node.module, source=node.source, detail={"node": n})  # fmt: skip
+            self.op_of_node[n] = op.id
+            for o in outs:
+                self.refs[o.id] = (Ref(op.id).rounded(o.dtype),)
+
+    def _operand_values(self, node: Node) -> list[int]:
+        return [*references(node.args, "v"), *(v for a in node.kwargs.values() for v in references(a, "v"))]
+
+    def _transparent(self, node: Node, outs: list[Any], tensors: list[int]) -> None:
+        name = base(node.op)
+        if name in ("embedding", "index_select", "gather"):
+            tensors = tensors[:1]
+        elif name == "copy":
+            tensors = list(references(node.args, "v"))[1:2]
+        merged: dict[Ref, None] = {}
+        for v in tensors:
+            merged.update(dict.fromkeys(self.edges(v)))
+        for o in outs:
+            self.refs[o.id] = tuple(dict.fromkeys(r.rounded(o.dtype) for r in merged))
+
+    def _matmul(self, n: int, node: Node, outs: list[Any], name: str) -> None:
+        values = list(references(node.args, "v"))
+        sole = {v: self._sole_parameter(v) for v in values}
+        weight = next((v for v in reversed(values) if sole[v] is not None), None)
+        if name == "addmm":
+            activations, bias = values[1:], bool(values[:1])
+        else:
+            activations, bias = values[:2], len(values) > 2
+        operands = tuple(e for v in activations if v != weight and (e := self.edges(v)))
+        if weight is None or sole[weight] is None:
+            key = ("opaque", *self._number((node.op, node.module)))
+            target = node.op
+        else:
+            key, target = ("gemm", *self._number((sole[weight],))), "gemm"
+        op = self.add(name=f"%{outs[0].id}", kind="anchor", target=target, operands=operands, dtype=outs[0].dtype, module=node.module,
+                      source=node.source, key=key, detail={"node": n, "bias": bias, "op": node.op})  # fmt: skip
+        self.op_of_node[n] = op.id
+        self.refs[outs[0].id] = (Ref(op.id).rounded(outs[0].dtype),)
+
+    def _sole_parameter(self, value: int) -> str | None:
+        refs = self.refs.get(value, ())
+        names = {self.ops[r.producer].target for r in refs if self.ops[r.producer].kind == "parameter"}
+        return names.pop() if len(names) == 1 and all(self.ops[r.producer].kind == "parameter" for r in refs) else None
+
+    def _attention(self, n: int, node: Node, outs: list[Any]) -> None:
+        qkv = list(references(node.args, "v"))[:QUERY_KEY_VALUE]
+        operands = tuple(self.edges(v) for v in qkv)
+        key = ("attention", *self._number(nearest_anchors(self.ops, operands)))
+        op = self.add(name=f"%{outs[0].id}", kind="anchor", target="attention", operands=operands, dtype=outs[0].dtype, module=node.module,
+                      source=node.source, key=key, detail={"node": n, "parameters": {k: v for k, v in node.kwargs.items()}})  # fmt: skip
+        self.op_of_node[n] = op.id
+        for o in outs:
+            self.refs[o.id] = (Ref(op.id).rounded(o.dtype),)
+
+    def _number(self, key: tuple[Any, ...]) -> tuple[Any, ...]:
+        n = self._occurrences.get(key, 0)
+        self._occurrences[key] = n + 1
+        return (*key, n)
+
+
+def _is_identity(name: str, node: Node) -> bool:
+    """Multiplying or dividing by one, adding zero: exact, so it makes no new value (Transformers' attention_scaling)."""
+    if len(list(references(node.args, "v"))) != 1 or len(node.args) < 2:
+        return False
+    other = node.args[1]
+    if isinstance(other, bool) or not isinstance(other, int | float):
+        return False
+    return (name in ("mul", "div", "pow") and other == 1) or (name in ("add", "sub") and other == 0)
+
+
+def decode_constant(data: str, dtype: str, shape: tuple[int, ...]) -> Any:
+    """A recorded tensor's content as a torch tensor of its own dtype."""
+    import torch
+
+    raw = bytearray(base64.b64decode(data))
+    t = torch.frombuffer(raw, dtype=getattr(torch, dtype)) if raw else torch.empty(0, dtype=getattr(torch, dtype))
+    return t.reshape(shape)

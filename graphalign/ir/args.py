@@ -1,0 +1,29 @@
+"""How op arguments are written in captures: plain JSON, nothing that could run.
+
+| in the graph | in the file |
+| --- | --- |
+| tensor of the training graph | `{"v": 12}` |
+| buffer or graph input of the inference graph | `{"b": "buf3"}` |
+| result of another op of a loop body | `{"n": "mul_1"}` |
+| dtype, device, layout, memory format | `{"dtype": "bfloat16"}`, `{"device": "cpu"}`, `{"layout": "strided"}`, `{"memory_format": "contiguous_format"}` |
+| symbolic size or index expression | `{"e": "128*p0 + p1"}` |
+| layer name behind an opaque object | `{"layer": "model.layers.0.self_attn.attn"}` |
+| inf, -inf, nan | `{"f": "inf"}` |
+| anything else that is not JSON | `{"opaque": "its type's name"}` |
+| None, bool, int, float, str, list | itself |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+
+def references(arg: Any, key: str) -> Iterator[Any]:
+    """All references of one kind (`"v"`, `"b"`, `"n"`) in an encoded argument, in order, with repeats."""
+    if isinstance(arg, dict):
+        if key in arg and len(arg) == 1:
+            yield arg[key]
+    elif isinstance(arg, list | tuple):
+        for x in arg:
+            yield from references(x, key)

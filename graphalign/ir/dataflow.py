@@ -1,0 +1,99 @@
+"""The form both sides are compared in: operations joined by edges that carry roundings.
+
+Casts, views, stores, loads, concatenations and sign changes are not operations; they are what an edge passes
+through. A producer's elements reach a consumer's operand along one or more edges (several after a concatenation).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+LOW_PRECISION = frozenset({"bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"})
+"""Formats below FP32: storing into one of them is a rounding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """An edge's tail: where an operand's elements come from."""
+
+    producer: int
+    """Index of the producing op."""
+    roundings: tuple[str, ...] = ()
+    """Formats the value is rounded to on the way, in order, repeats of the same format dropped."""
+    via: tuple[str, ...] = ()
+    """Buffers (inference) that the value passes through, for evidence."""
+
+    def rounded(self, dtype: str, via: str | None = None) -> Ref:
+        """The same edge, rounded once more."""
+        roundings = self.roundings
+        if dtype in LOW_PRECISION and (not roundings or roundings[-1] != dtype):
+            roundings += (dtype,)
+        return Ref(self.producer, roundings, self.via + (via,) if via else self.via)
+
+    def through(self, via: str) -> Ref:
+        """The same edge, passing through a buffer without a rounding."""
+        return Ref(self.producer, self.roundings, self.via + (via,))
+
+
+Operand = tuple[Ref, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """A node: something that makes a new value."""
+
+    id: int
+    name: str
+    """Unique and readable: `op31.mul_2` or `%812`."""
+    kind: str
+    """`op`, `anchor`, `parameter`, `table`, `input`, `output`."""
+    target: str
+    """What it computes: `mul`, `aten.mul.Tensor`, `gemm`, `attention`, a parameter's name."""
+    operands: tuple[Operand, ...] = ()
+    dtype: str = "float32"
+    """Format of its result as the producer leaves it (training), before any edge."""
+    module: str = ""
+    source: int | str | None = None
+    where: str = ""
+    """Kernel (inference)."""
+    key: tuple[Any, ...] = ()
+    """Anchors: canonical identity shared by both sides. Parameters: checkpoint name."""
+    detail: dict[str, Any] = field(default_factory=dict, compare=False, hash=False)
+
+
+@dataclass(frozen=True)
+class Dataflow:
+    """One side, as ops in execution order."""
+
+    side: str
+    """`training` or `inference`."""
+    ops: tuple[Op, ...]
+    notes: tuple[str, ...] = ()
+
+    def consumers(self) -> dict[int, list[tuple[int, int]]]:
+        """Producer index to the (consumer index, operand slot) pairs that read it."""
+        out: dict[int, list[tuple[int, int]]] = {}
+        for op in self.ops:
+            for slot, operand in enumerate(op.operands):
+                for ref in operand:
+                    out.setdefault(ref.producer, []).append((op.id, slot))
+        return out
+
+    def text(self) -> str:
+        """One op per line: name, target, operands with their roundings."""
+
+        def show(operand: Operand) -> str:
+            parts = [self.ops[r.producer].name + "".join(f"!{x}" for x in r.roundings) for r in operand]
+            return parts[0] if len(parts) == 1 else "{" + " ".join(parts) + "}"
+
+        return "\n".join(
+            f"{op.name} = {op.kind} {op.target}({', '.join(show(o) for o in op.operands)})" + (f"  # {op.module}" if op.module else "")
+            for op in self.ops
+        )
+
+    def verify(self) -> None:
+        """Raise ValueError unless ids are positions and every edge points backwards."""
+        for i, op in enumerate(self.ops):
+            if op.id != i or any(not 0 <= r.producer < i for o in op.operands for r in o):
+                raise ValueError(f"{self.side} dataflow is not in execution order at {op.name}")

@@ -1,0 +1,199 @@
+"""What vLLM's compiled engine executes: Inductor's scheduled loop-level IR, as captured.
+
+The same loop body occurs once (`InferenceGraph.bodies`); kernels refer to it and bind its buffers.
+Expressions (sizes, strides, indices) are strings in sympy's printed form and are only ever parsed by
+`graphalign.ir.indexing`, a closed parser.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+FORMAT_VERSION = 1
+
+
+class Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Segment(Frozen):
+    """A piece of an engine parameter that one checkpoint tensor fills (merged QKV has three)."""
+
+    checkpoint: str
+    """Name of the checkpoint tensor."""
+    dim: int = 0
+    """Dimension of the engine parameter that is split."""
+    start: int = 0
+    length: int = 0
+    index: tuple[int, ...] = ()
+    """Leading indices before `dim` (expert number in a fused MoE weight)."""
+
+
+class Parameter(Frozen):
+    """A parameter or buffer of the engine's module tree."""
+
+    name: str
+    """Qualified name in the engine's model, `model.layers.0.self_attn.qkv_proj.weight`."""
+    dtype: str
+    shape: tuple[int, ...]
+    segments: tuple[Segment, ...] = ()
+    """Where its content comes from, in order; empty for a table computed at load time."""
+    learned: bool = True
+    """False for a buffer that no checkpoint tensor fills (`cos_sin_cache`)."""
+
+
+class Table(Frozen):
+    """Rows of a tensor that the engine computed when it loaded (cos_sin_cache)."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    rows: tuple[int, ...]
+    """Which rows of dimension 0 are recorded, ascending."""
+    values: str
+    """base64 of the rows as little-endian float32, row-major, [len(rows), prod(shape[1:])]."""
+
+
+class Attention(Frozen):
+    """Parameters of one attention layer, read from the layer object (not in the graph)."""
+
+    layer: str
+    scale: float | None = None
+    window: int | None = None
+    """Sliding window in tokens to the left, None if unlimited."""
+    softcap: float | None = None
+    sinks: bool = False
+    heads: int | None = None
+    kv_heads: int | None = None
+    head_size: int | None = None
+    backend: str = ""
+
+
+class Input(Frozen):
+    """An input of an Inductor graph, in call order."""
+
+    name: str
+    role: Literal["parameter", "symbol", "layer", "tensor", "other"]
+    source: str = ""
+    """Parameter name, layer name, or the Dynamo placeholder's name for a run-time tensor (`input_ids`, `positions`, `s72`)."""
+    dtype: str | None = None
+    size: tuple[str, ...] = ()
+    stride: tuple[str, ...] = ()
+
+
+class Buffer(Frozen):
+    """A buffer of an Inductor graph."""
+
+    name: str
+    dtype: str | None = None
+    size: tuple[str, ...] = ()
+    stride: tuple[str, ...] = ()
+    offset: str = "0"
+    layout: str = ""
+    """Class of Inductor's layout."""
+    view_of: str | None = None
+    """The buffer this one is a slice of (`NonOwningLayout`) or is mutated into."""
+    removed: bool = False
+    """Dropped by Inductor: it lives in registers only."""
+
+
+class Body(Frozen):
+    """One loop body (`LoopBody`), with buffers named by role `b0, b1, …`."""
+
+    var_ranges: tuple[tuple[str, str], ...]
+    """Loop variables in order, with their extents."""
+    sizes: tuple[tuple[str, ...], tuple[str, ...]]
+    """Iteration and reduction extents; the variables of `var_ranges` in this order."""
+    indexing: dict[str, str]
+    """Named index expressions."""
+    ops: tuple[tuple[Any, ...], ...]
+    """Root block: `[name, target, args, kwargs]`, args encoded as in `graphalign.ir.args`."""
+    subblocks: dict[str, tuple[tuple[Any, ...], ...]] = Field(default_factory=dict)
+    """Bodies of `masked` and the like, same encoding."""
+
+
+class Node(Frozen):
+    """One scheduler node inside a kernel."""
+
+    name: str
+    kind: Literal["loop", "extern", "nop", "template"]
+    outputs: tuple[str, ...] = ()
+    """Buffers it defines."""
+    module: str = ""
+    """Innermost module path of the source op, from Dynamo's `nn_module_stack`, `` if unknown."""
+    origins: tuple[str, ...] = ()
+    """Names of the post-grad FX nodes it comes from."""
+    source: str = ""
+    """`file:line` and text of the engine's source line, `` if unknown."""
+    body: str | None = None
+    """Key into `InferenceGraph.bodies` (kind loop)."""
+    buffers: tuple[str, ...] = ()
+    """What the body's `b0, b1, …` stand for here."""
+    forwarded: tuple[str, ...] = ()
+    """Buffers whose loads code generation served from a register instead of memory."""
+    reloaded: tuple[str, ...] = ()
+    """Buffers that an earlier node of the same kernel stores and whose loads really read memory."""
+    op: str = ""
+    """Qualified overload, `vllm.unified_attention_with_output.default` (kind extern)."""
+    args: tuple[tuple[str, Any], ...] = ()
+    """(schema argument name, encoded value) of an extern call; tensors are `{"b": buffer}`."""
+    mutates: tuple[str, ...] = ()
+    """Argument names the extern call writes into."""
+
+
+class Kernel(Frozen):
+    """What is generated as one function: a fused group of scheduler nodes, in execution order."""
+
+    name: str
+    """The scheduler's name, `op26_op27`."""
+    kind: str
+    """Class of Inductor's scheduler node."""
+    generated: str = ""
+    """Name of the generated function (`cpp_fused_add_mul_3`), `` if it was not generated."""
+    nodes: tuple[Node, ...]
+
+
+class Graph(Frozen):
+    """One Inductor graph: the whole model on CPU, one piece between attention ops on CUDA."""
+
+    name: str
+    inputs: tuple[Input, ...]
+    buffers: tuple[Buffer, ...]
+    kernels: tuple[Kernel, ...]
+    outputs: tuple[str, ...]
+    symbols: dict[str, int] = Field(default_factory=dict)
+    """Size hint of every free symbol; the token count is the one in `tokens`."""
+    tokens: str = ""
+    """The symbol of the token count."""
+
+
+class Header(Frozen):
+    """Where a capture comes from."""
+
+    versions: dict[str, str]
+    target: dict[str, Any]
+    """device, isa, gemm dispatch, tp, compile ranges."""
+    compile: dict[str, Any]
+    """Compile settings that matter (mode, custom_ops, splitting ops, Inductor's options)."""
+    model: dict[str, Any]
+    """name, architecture, config digest, layers, max_position_embeddings, dtype, weights."""
+    simulated: bool = False
+    notes: tuple[str, ...] = ()
+    """What could not be observed, in words."""
+    timings: dict[str, float] = Field(default_factory=dict)
+    """Seconds per stage."""
+
+
+class InferenceGraph(Frozen):
+    """The inference side, as captured."""
+
+    format: Literal["graphalign.inference"] = "graphalign.inference"
+    version: Literal[1] = 1
+    header: Header
+    parameters: tuple[Parameter, ...]
+    tables: tuple[Table, ...]
+    attention: tuple[Attention, ...]
+    bodies: dict[str, Body]
+    graphs: tuple[Graph, ...]

@@ -1,0 +1,32 @@
+"""Where the rule files are: in `rules/` of a checkout, in `graphalign/_rules` of an installed wheel."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from graphalign.errors import BadInputError
+
+ENVIRONMENT_VARIABLE = "GRAPHALIGN_RULES"
+
+
+def rules_dir(path: str | os.PathLike[str] | None = None) -> Path:
+    """The folder to read rules from: `path`, else `$GRAPHALIGN_RULES`, else the installed ones, else the checkout's.
+
+    Raises:
+        BadInputError: the folder asked for does not exist, or this installation carries no rules.
+    """
+    package = Path(__file__).resolve().parent
+    for asked, by in ((path, "--rules"), (os.environ.get(ENVIRONMENT_VARIABLE), f"${ENVIRONMENT_VARIABLE}")):
+        if asked:
+            if not Path(asked).is_dir():
+                raise BadInputError(f"no rules folder {asked}", where=by, hint="give an existing folder; an empty one is allowed")
+            return Path(asked)
+    for folder in (package / "_rules", package.parent / "rules"):
+        if folder.is_dir():
+            return folder
+    raise BadInputError(
+        "this installation of graphalign carries no rules",
+        where=str(package),
+        hint=f"install graphalign again, or set {ENVIRONMENT_VARIABLE} to a rules folder",
+    )
