@@ -18,10 +18,9 @@ from graphalign.capture.recorder import active, anchor_scope
 OP = "graphalign.attention"
 
 _RENAMED = {"s_aux": "sinks"}
-_IGNORED = frozenset({
-    "attention_mask", "position_ids", "cache_position", "position_embeddings", "past_key_values", "past_key_value", "use_cache",
-    "output_attentions", "output_hidden_states", "return_dict", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
-})  # fmt: skip
+_KEPT = frozenset({"sliding_window", "softcap", "s_aux", "sinks", "dropout", "position_bias", "num_key_value_groups"})
+_SDPA_DROPS = frozenset({"softcap", "s_aux", "sinks"})
+"""What `sdpa_attention_forward` takes in `**kwargs` and never reads (Transformers 5.19): Gemma 2 under `sdpa` has no soft-cap."""
 
 
 @contextmanager
@@ -84,6 +83,8 @@ def wrap(fn: Callable[..., Any], implementation: str | None) -> Callable[..., An
 
     Query, key and value are (B, H, T, D) as the model passes them; the first result is (B, T, H, D).
     """
+    if torch.compiler.is_compiling():  # Dynamo traces this lookup: compiled code must hold the model's own function
+        return fn
     if active() is None or getattr(fn, "_graphalign_original", None) is not None:
         return fn
 
@@ -100,8 +101,12 @@ def wrap(fn: Callable[..., Any], implementation: str | None) -> Callable[..., An
 def attributes(
     module: Any, query: torch.Tensor, key: torch.Tensor, mask: object, kwargs: dict[str, Any], implementation: str | None
 ) -> dict[str, Any]:
-    """The node's keyword arguments: `implementation`, `attention_mask` (given or not), `scaling`, `is_causal`, `enable_gqa`, and
-    what the model passed of `sliding_window`, `softcap`, `sinks` (a value reference), `dropout` and anything unknown."""
+    """The node's keyword arguments.
+
+    Always `implementation`, `attention_mask` (given or not), `scaling`, `is_causal`, `enable_gqa`; if the model passed them and the
+    implementation uses them `sliding_window`, `softcap`, `sinks` (a value reference), `position_bias`, `dropout`. `ignored` lists
+    what the model asks for and the implementation drops.
+    """
     scaling = kwargs.get("scaling")
     causal = kwargs.get("is_causal")
     attrs: dict[str, Any] = {
@@ -111,10 +116,17 @@ def attributes(
         "is_causal": bool(causal if causal is not None else getattr(module, "is_causal", True)),
         "enable_gqa": query.shape[1] != key.shape[1],
     }
+    ignored: list[str] = []
     for name, x in kwargs.items():
-        if name in attrs or name in _IGNORED or x is None or (name == "dropout" and not x):
+        if name in attrs or x is None or (name == "dropout" and not x):
             continue
-        if not isinstance(x, torch.Tensor | bool | int | float | str):
-            continue
-        attrs[_RENAMED.get(name, name)] = x
+        if implementation == "sdpa" and name in _SDPA_DROPS:
+            ignored.append(_RENAMED.get(name, name))
+        elif name in _KEPT:
+            attrs[_RENAMED.get(name, name)] = x
+    if ignored:
+        attrs["ignored"] = ignored
+        recorder = active()
+        if recorder is not None:
+            recorder.note(f"attention implementation {implementation} ignores {', '.join(ignored)}, which the model asks for")
     return attrs

@@ -188,8 +188,6 @@ class Recorder:
         self.generated: dict[str, str] = {}
         self.loads: dict[str, dict[str, set[str]]] = {}
         self.early: dict[int, dict[str, Any]] = {}
-        self.finished: set[int] = set()
-        self.kept: list[Any] = []
         self.options: dict[str, Any] = {}
         self._undo: list[Any] = []
 
@@ -338,10 +336,9 @@ class Recorder:
         def codegen(graph: Any, *args: Any, **kwargs: Any) -> Any:
             self.loads, self.generated = {}, {}
             result = original(graph, *args, **kwargs)
-            if id(graph) not in self.finished:
-                self.finished.add(id(graph))
-                self.kept.append(graph)  # its id must stay taken
-                self.finish(graph, result)
+            if not getattr(graph, "_graphalign_seen", False):  # a C++ wrapper generates twice
+                graph._graphalign_seen = True
+                self.finish(graph)
                 if self.keep:
                     self._keep_source(result)
             return result
@@ -373,7 +370,7 @@ class Recorder:
                     found[leaf.get_name()] = serialise_body(leaf._body)
         return nodes
 
-    def finish(self, graph: Any, result: Any) -> None:
+    def finish(self, graph: Any) -> None:
         """Serialise one Inductor graph after its code was generated."""
         reader = GraphReader(self, graph)
         plain = reader.read()
@@ -565,7 +562,9 @@ class GraphReader:
     # -- kernels ----------------------------------------------------------------------------------------------------
 
     def _kernel(self, node: Any, early: dict[str, Any]) -> dict[str, Any]:
-        nodes, stored, generated = [], set(), ""
+        nodes: list[dict[str, Any]] = []
+        stored: set[str] = set()
+        generated = ""
         for leaf in node.get_nodes():
             plain, writes = self._node(leaf, early, stored)
             stored |= set(writes)
@@ -615,7 +614,8 @@ class GraphReader:
         # Inductor also lists the call that made it realise a buffer, and takes that for the buffer's `origin_node`; a
         # loop computes what ATen ops say, so these come first (torch 2.13).
         loop = type(ir).__name__ == "ComputedBuffer"
-        candidates = sorted(origins[::-1], key=lambda n: loop and getattr(n.target, "namespace", "") not in ("aten", "prims"))
+        foreign = [loop and getattr(n.target, "namespace", "") not in ("aten", "prims") for n in origins]
+        candidates = [origins[i] for i in sorted(range(len(origins)), key=lambda i: (foreign[i], -i))]
         for n in candidates:
             stack = n.meta.get("nn_module_stack")
             if stack and "module" not in out:
@@ -639,7 +639,10 @@ class GraphReader:
         kind = type(ir).__name__
         if kind == "MultiOutput":
             path = [i[1] if isinstance(i, tuple) else i for i in ir.indices]
-            return {"op": "inductor.multi_output", "args": [["self", self._tensor(ir.inputs[0])], ["indices", [encode_plain(p, self._ref) for p in path]]]}
+            return {
+                "op": "inductor.multi_output",
+                "args": [["self", self._tensor(ir.inputs[0])], ["indices", [encode_plain(p, self._ref) for p in path]]],
+            }
         op = getattr(ir, "op_overload", None)
         text = str(op) if op is not None else (getattr(ir, "python_kernel_name", None) or f"inductor.{kind}")
         with self.r.guard(f"arguments of {text}"):
@@ -761,10 +764,13 @@ class World:
     def describe(self, model: Any) -> None:
         """Record names, dtypes and shapes before vLLM repacks weights into kernel formats."""
         self.model = model
-        for learned, named in ((True, model.named_parameters(remove_duplicate=False)), (False, model.named_buffers(remove_duplicate=False))):
+        for learned, named in ((True, model.named_parameters(remove_duplicate=False)), (False, model.named_buffers())):
             for name, t in named:
-                known = {"name": name, "dtype": dtype_name(t.dtype), "shape": list(t.shape), "segments": [], "learned": learned}
-                self.parameters.setdefault(name, known)
+                self.parameters.setdefault(name, self._known(name, t, learned))
+
+    @staticmethod
+    def _known(name: str, t: Any, learned: bool) -> dict[str, Any]:
+        return {"name": name, "dtype": dtype_name(t.dtype), "shape": list(t.shape), "segments": [], "learned": learned}
 
     def index(self, model: Any) -> None:
         """Remember every tensor by identity, after vLLM has prepared the weights.
@@ -775,12 +781,9 @@ class World:
         import torch
 
         self.model = model
-        named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-        for name, t in named:
+        for name, t in (*model.named_parameters(remove_duplicate=False), *model.named_buffers()):
             self._remember(t, name, True)
-            self.parameters.setdefault(
-                name, {"name": name, "dtype": dtype_name(t.dtype), "shape": list(t.shape), "segments": [], "learned": False}
-            )
+            self.parameters.setdefault(name, self._known(name, t, False))
             parts = name.split(".")
             kind = "parameters" if isinstance(t, torch.nn.Parameter) else "buffers"
             for k in range(len(parts)):
@@ -819,7 +822,8 @@ class World:
             hits = sum((f"{prefix}.{p}" if prefix else p) in names for p in paths)
             return hits, type(names[prefix]).__qualname__ == frame.root_class, -len(prefix)
 
-        return max(names, key=score)
+        best: str = max(names, key=score)
+        return best
 
 
 def tensor_keys(t: Any) -> list[Any]:
@@ -932,7 +936,7 @@ class Probe:
 
         state = {
             n: t
-            for n, t in (*self.model.named_parameters(remove_duplicate=False), *self.model.named_buffers(remove_duplicate=False))
+            for n, t in (*self.model.named_parameters(remove_duplicate=False), *self.model.named_buffers())
             if n in self.world.parameters and t.is_floating_point() and t.numel() and t.device.type != "meta"
         }
         persistent = set(self.model.state_dict())
@@ -1218,7 +1222,7 @@ def read_table(name: str, t: Any) -> dict[str, Any] | None:
 def read_tables(world: World, recorder: Recorder) -> list[dict[str, Any]]:
     """Every graph input that no checkpoint tensor filled, and every constant of a graph."""
     used = {i["source"] for g in recorder.graphs for i in g["inputs"] if i["role"] == "parameter"}
-    named = {**dict(world.model.named_parameters(remove_duplicate=False)), **dict(world.model.named_buffers(remove_duplicate=False))}
+    named = {**dict(world.model.named_parameters(remove_duplicate=False)), **dict(world.model.named_buffers())}
     wanted = [(n, named[n]) for n in sorted(used) if n in named and not world.parameters[n]["learned"]]
     out = []
     for name, t in [*wanted, *recorder.constants.items()]:
@@ -1265,7 +1269,7 @@ def read_target(config: Any, recorder: Recorder) -> dict[str, Any]:
         with recorder.guard("device name"):
             target["device_name"] = torch.cuda.get_device_name()
             target["capability"] = ".".join(map(str, torch.cuda.get_device_capability()))
-    gemms = collections.Counter()
+    gemms: collections.Counter[str] = collections.Counter()
     for g in recorder.graphs:
         for k in g["kernels"]:
             for n in k["nodes"]:

@@ -46,12 +46,20 @@ class SourceTable:
             return None
         key = (frame.f_code, frame.f_lasti)
         if key not in self._by_instruction:
-            source = self._read(frame)
-            index = self._by_source.setdefault(source, len(self.sources))
-            if index == len(self.sources):
-                self.sources.append(source)
-            self._by_instruction[key] = index
+            self._by_instruction[key] = self._add(self._read(frame))
         return self._by_instruction[key]
+
+    def add(self, filename: str, source: Source) -> int:
+        """Index of a source found otherwise, in the file with the absolute path `filename`."""
+        file = relative_file(filename)
+        self.files.setdefault(file, filename)
+        return self._add(source.model_copy(update={"file": file}))
+
+    def _add(self, source: Source) -> int:
+        index = self._by_source.setdefault(source, len(self.sources))
+        if index == len(self.sources):
+            self.sources.append(source)
+        return index
 
     def digests(self) -> dict[str, str]:
         """SHA-256 of every source file seen, by relative name."""
@@ -74,9 +82,7 @@ class SourceTable:
             end_line, column, end_column = line, 0, len(text.encode())
         else:
             text = span(linecache.getlines(code.co_filename, frame.f_globals), line, column, end_line, end_column)
-        return Source(
-            file=file, function=code.co_qualname, line=line, column=column, end_line=end_line, end_column=end_column, text=text
-        )
+        return Source(file=file, function=code.co_qualname, line=line, column=column, end_line=end_line, end_column=end_column, text=text)
 
 
 def span(lines: list[str], line: int, column: int, end_line: int, end_column: int) -> str:

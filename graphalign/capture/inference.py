@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from graphalign.errors import BadInputError, CaptureFailedError, CaptureFileError
-from graphalign.ir.files import read_json
+from graphalign.ir.files import read_json, write_bytes
 from graphalign.ir.inference import InferenceGraph
 
 SCRIPT = Path(__file__).with_name("engine_script.py")
@@ -62,7 +62,8 @@ def capture_inference(
     if weights is None:
         weights = "real" if has_weights(model) else "dummy"
     elif weights == "real" and not has_weights(model):
-        raise BadInputError(f"{model} holds no weight files", where=str(model), hint="capture with dummy weights, or download the checkpoint")
+        hint = "capture with dummy weights, or download the checkpoint"
+        raise BadInputError(f"{model} holds no weight files", where=str(model), hint=hint)
     if layers is not None and layers < 1:
         raise BadInputError(f"cannot capture {layers} layers", hint="give a number of layers of at least 1")
     target = Path(out)
@@ -86,7 +87,7 @@ def capture_inference(
                 graph = read_json(written, InferenceGraph, kind="inference capture")
             except CaptureFileError as e:
                 raise CaptureFailedError(f"the engine wrote no usable capture: {e.what}", where=_tail(log)) from None
-        _deliver(written, target)
+        write_bytes(target, written.read_bytes())
     return graph
 
 
@@ -102,20 +103,15 @@ def _interpreter(python: str | os.PathLike[str] | None) -> str:
     if path.is_dir():
         path = path / "bin" / "python"
     if not path.is_file() or not os.access(path, os.X_OK):
-        raise BadInputError(f"{python} is not a Python interpreter", where=str(path), hint="give the bin/python of an environment with vLLM")
+        hint = "give the bin/python of an environment with vLLM"
+        raise BadInputError(f"{python} is not a Python interpreter", where=str(path), hint=hint)
     return str(path)
-
-
-def _deliver(written: Path, target: Path) -> None:
-    from graphalign.ir.files import write_bytes
-
-    write_bytes(target, written.read_bytes())
 
 
 def _run(interpreter: str, request: Path, log: IO[str], timeout: float, progress: Progress | None) -> None:
     """Run the script to its end; on any way out, no process of its session is left."""
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
-    environment |= {"PYTHONUNBUFFERED": "1", "TMPDIR": str(request.parent)}
+    environment["PYTHONUNBUFFERED"] = "1"
     try:
         process = subprocess.Popen(
             [interpreter, str(SCRIPT), str(request)],
@@ -132,15 +128,18 @@ def _run(interpreter: str, request: Path, log: IO[str], timeout: float, progress
         raise BadInputError(f"cannot run {interpreter}: {e.strerror or e}", where=interpreter) from None
     expired = threading.Event()
 
-    def expire() -> None:
-        expired.set()
+    def watch() -> None:
+        # Ends the whole session also after a normal exit: a process left in it would keep the pipe open.
+        try:
+            process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            expired.set()
         _end(process)
 
-    timer = threading.Timer(timeout, expire)
-    timer.daemon = True
+    watcher = threading.Thread(target=watch, daemon=True)
     failure: dict[str, Any] = {}
     try:
-        timer.start()
+        watcher.start()
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith("@graphalign "):
@@ -149,8 +148,8 @@ def _run(interpreter: str, request: Path, log: IO[str], timeout: float, progress
                 log.write(line)
         code = process.wait()
     finally:
-        timer.cancel()
         _end(process)
+    watcher.join()
     if expired.is_set():
         raise CaptureFailedError(
             f"the engine did not finish within {timeout:g} s", where=_tail(log), hint="allow more time, or capture fewer layers"

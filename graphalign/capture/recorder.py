@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import base64
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, Self
 
 import torch
@@ -19,6 +21,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from graphalign.capture.compiled import GeneratedCode, module_ids, trace_source
 from graphalign.capture.frames import SourceTable, caller
 from graphalign.capture.tensors import TensorTable
 from graphalign.errors import CaptureFailedError
@@ -57,6 +60,7 @@ class Recorder(TorchDispatchMode):
         self._nodes: list[Node] = []
         self._notes: dict[str, None] = {}
         self._sources = SourceTable()
+        self._generated = GeneratedCode() if "torch._dynamo" in sys.modules else None
         self._tensors = TensorTable(self._emit_synthetic, self.note)
         self._modules = {id(m): name for name, m in reversed(list(module.named_modules(remove_duplicate=False)))}
         self._stack: list[str] = []
@@ -77,11 +81,15 @@ class Recorder(TorchDispatchMode):
     # ---- context ----
 
     def __enter__(self) -> Self:
-        push, pop = self._push, self._pop
-        if "torch._dynamo" in sys.modules:  # else nothing is compiled; Dynamo would compile the hooks of a compiled module (torch 2.13)
-            push, pop = torch._dynamo.disable(push), torch._dynamo.disable(pop)
+        if "torch._dynamo" in sys.modules:
+            # Dynamo would compile the hooks of an already compiled module as frames of their own (torch 2.13).
+            for hook in (Recorder._push, Recorder._pop):
+                torch._dynamo.eval_frame.skip_code(hook.__code__)
         hooks = nn.modules.module
-        self._hooks = [hooks.register_module_forward_pre_hook(push), hooks.register_module_forward_hook(pop, always_call=True)]
+        self._hooks = [
+            hooks.register_module_forward_pre_hook(self._push),
+            hooks.register_module_forward_hook(self._pop, always_call=True),
+        ]
         super().__enter__()
         _ACTIVE.append(self)
         return self
@@ -94,12 +102,16 @@ class Recorder(TorchDispatchMode):
         self._stack.clear()
         super().__exit__(*exc)
 
+    # Dynamo inlines these hooks into modules that it compiles while the recorder is active: nothing of them may stay there.
+
     def _push(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         outer = self._stack[-1] if self._stack else ""
         self._stack.append(self._modules.get(id(module), outer))
 
     def _pop(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._stack:
+        if not torch.compiler.is_compiling() and self._stack:
             self._stack.pop()
 
     # ---- recording ----
@@ -108,7 +120,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._suspended:
             return func(*args, **kwargs)
-        self._source = self._sources.locate(caller(1))
+        module, self._source = self._place(caller(1))
         # Arguments first: the op may write into them.
         enc_args, enc_kwargs = tuple(self.encode(a) for a in args), {k: self.encode(v) for k, v in kwargs.items()}
         out = func(*args, **kwargs)
@@ -118,13 +130,20 @@ class Recorder(TorchDispatchMode):
         returned = {id(t) for t in results}
         results += [t for t in written if id(t) not in returned]  # void ops: the written arguments follow the results
         outputs = [self._new(t) if isinstance(t, torch.Tensor) else None for t in results]
-        self._nodes.append(
-            Node(op=str(func), args=enc_args, kwargs=enc_kwargs, outputs=tuple(outputs), module=self.module, source=self._source)
-        )
+        self._nodes.append(Node(op=str(func), args=enc_args, kwargs=enc_kwargs, outputs=tuple(outputs), module=module, source=self._source))
         for t, v in zip(results, outputs, strict=True):
             if v is not None:
                 (self._tensors.write if id(t) in ids else self._tensors.bind)(t, v.id)
         return out
+
+    def _place(self, frame: FrameType | None) -> tuple[str, int | None]:
+        """Module path and source of the op that the frame runs."""
+        node = self._generated.node(frame) if self._generated is not None else None
+        if node is None:
+            return self.module, self._sources.locate(frame)
+        module = next((self._modules[i] for i in module_ids(node) if i in self._modules), self.module)
+        source = trace_source(node)
+        return module, self._sources.add(*source) if source is not None else None
 
     @property
     def module(self) -> str:
@@ -185,7 +204,7 @@ class Recorder(TorchDispatchMode):
                 raise CaptureFailedError(
                     "the model's output was not computed by any op that was recorded",
                     where=f"output of shape {list(t.shape)}, {t.dtype}",
-                    hint="make the forward return the logits tensor itself (not a copy made in another thread or process)",
+                    hint="record the model before torch.compile, and let its forward return the logits tensor itself",
                 )
         out = tuple(self._read(t) for t in outputs)
         return Recording(
@@ -217,6 +236,12 @@ class Recorder(TorchDispatchMode):
     def _lift(self, t: torch.Tensor) -> int:
         """A tensor the forward did not compute becomes an input of the graph."""
         kind, name = self._known.get(id(t), ("constant", f"constant_{sum(i.kind == 'constant' for i in self._inputs)}"))
+        if kind == "constant" and t.grad_fn is not None:
+            raise CaptureFailedError(
+                f"{self.module or 'the model'} reads a tensor that was computed out of the recorder's sight (by {t.grad_fn.name()})",
+                where=f"shape {list(t.shape)}, {t.dtype}",
+                hint="record the model before torch.compile; it must not reuse activations of an earlier forward",
+            )
         v = self._new(t)
         data = None
         if kind != "parameter":
@@ -268,8 +293,11 @@ def anchor_scope(
 def record(module: nn.Module, inputs: Mapping[str, torch.Tensor]) -> Iterator[Recorder]:
     """Record what runs inside the `with` block. Call `finish` on the recorder after it."""
     recorder = Recorder(module, inputs)
-    with recorder:
-        yield recorder
+    with warnings.catch_warnings():
+        # An OptimizedModule warns that global hooks fire once more for itself; that push and pop is harmless (torch 2.13).
+        warnings.filterwarnings("ignore", message="Using `torch.compile\\(module\\)` when there are global hooks")
+        with recorder:
+            yield recorder
 
 
 def _flat(tree: Any) -> list[Any]:

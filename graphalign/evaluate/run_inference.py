@@ -402,7 +402,7 @@ class _Interpreter:
 
     def keep(self, name: str, data: torch.Tensor) -> torch.Tensor:
         run = self.run_
-        val = run.arithmetic.put(("loop", id(self), name), data)
+        val = run.arithmetic.new(data)
         if run.replace is not None and data.is_floating_point():
             val = run.replace(val)
         self.results[name] = val
@@ -436,7 +436,7 @@ class _Interpreter:
             self.results[prefix + name] = f"reduction {kind} is not known"
             return None
         if isinstance(result, tuple):
-            self.results[prefix + name] = self.run_.arithmetic.put(("loop", id(self), name), result[0])
+            self.results[prefix + name] = self.run_.arithmetic.new(result[0])
             return list(result)
         return self.keep(prefix + name, result)
 

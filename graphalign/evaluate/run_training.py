@@ -137,12 +137,12 @@ class Run:
     def _constant(self, v: int) -> Val:
         table = self.tracer.table_of_value.get(v)
         if table is not None and table in self.snapped:
-            return self.arithmetic.put(("table", table, id(self)), self.snapped[table])
+            return self.arithmetic.new(self.snapped[table])
         data = self.native[v]
         if table is None and v in self.node_of and any(u in self.tracer.table_of_value for u in self._ancestors(v)):
             return self._transparent(v, self.node_of[v], self.value, rounds=True)
         data = data.double() if data.is_floating_point() else data
-        return self.arithmetic.put(("constant", v, id(self)), data)
+        return self.arithmetic.new(data)
 
     def _ancestors(self, v: int) -> Iterable[int]:
         while v in self.node_of and aten.base(self.capture.nodes[self.node_of[v]].op) in aten.TRANSPARENT:
@@ -193,7 +193,7 @@ class Run:
         width = i.value.shape[-1]
         rows = self.native[ids].reshape(-1, 1).long()
         data = self.arithmetic.parameter(i.name, rows * width + torch.arange(width), i.value.dtype)
-        return self.arithmetic.put(("embedding", i.name, shape, id(self)), data.view(shape))
+        return self.arithmetic.new(data.view(shape))
 
     def _compute(self, op: Op, node: Node, outs: list[int]) -> None:
         slot, args = 0, {}

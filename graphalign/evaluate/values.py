@@ -61,6 +61,7 @@ class Arithmetic:
     rounds: bool = False
     per_layer: bool = False
     _memo: dict[object, Val] = field(default_factory=dict)
+    _issued: int = 0
 
     @property
     def tokens(self) -> int:
@@ -71,15 +72,20 @@ class Arithmetic:
         """The name a random value hangs on."""
         return name if self.per_layer else role_of(name)
 
-    def intern(self, key: object, make: object = None) -> Val | None:
+    def intern(self, key: object) -> Val | None:
         """The memoised value of `key`, or None."""
         return self._memo.get(key)
 
     def put(self, key: object, data: torch.Tensor) -> Val:
         """Remember `data` as the value of `key`."""
-        val = Val(len(self._memo), data)
+        val = self.new(data)
         self._memo[key] = val
         return val
+
+    def new(self, data: torch.Tensor) -> Val:
+        """A value with an identity of its own."""
+        self._issued += 1
+        return Val(self._issued, data)
 
     def anchor(self, name: str, shape: tuple[int, ...], dtype: str) -> Val:
         """Output of an anchor, the same on both sides for the same name; rounded to what the anchor stores."""

@@ -50,11 +50,17 @@ class Node(Frozen):
     """One op. `graphalign.attention` is a composite anchor: its inside is not recorded."""
 
     op: str
-    """`aten.mul.Tensor`, or `graphalign.attention`."""
+    """`aten.mul.Tensor`, or `graphalign.attention`.
+
+    An in-place op (`aten.add_.Tensor`) reads the old value of what it writes and its output is the new one. The recorder adds
+    `aten.as_strided`, `aten.as_strided_scatter` and `aten.permute` where memory is written and read through different views;
+    the first two mean indexing of the flattened first argument.
+    """
     args: tuple[Any, ...]
     """Encoded as in `graphalign.ir.args`; tensors are `{"v": id}`."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     outputs: tuple[Value | None, ...]
+    """Leaves of the result, None where one is not a tensor; after them the written arguments that the op does not return."""
     module: str = ""
     """Path of the innermost module whose forward runs, `model.layers.0.mlp`."""
     source: int | None = None

