@@ -66,7 +66,10 @@ class Pair:
         """Values for one evaluation; positions are taken from the rows that the engine's tables record."""
         tokens = self.capture_t.header.tokens
         positions = choose_positions(self.capture_i, tokens, shift)
-        vocabulary = min((i.value.shape[0] for i in self.capture_t.inputs if i.kind == "parameter" and len(i.value.shape) == 2 and "embed" in i.name), default=64)
+        vocabulary = min(
+            (i.value.shape[0] for i in self.capture_t.inputs if i.kind == "parameter" and len(i.value.shape) == 2 and "embed" in i.name),
+            default=64,
+        )
         ids = tuple((7 + 13 * shift + 11 * t) % vocabulary for t in range(tokens))
         return Arithmetic(seed, positions, ids, rounds=rounds, per_layer=per_layer)
 
@@ -130,7 +133,9 @@ def align(pair: Pair, progress: Progress | None = None) -> Alignment:
     run_i = run_inference.Run(pair.capture_i, pair.inference, arithmetic, replace=sums.on_inference).run()
     say("align", 0.0)
     out = Alignment(flow_t, flow_i, regions, {}, {}, tables=matches)
-    out.unsupported = {("training", i): why for i, why in run_t.unsupported.items()} | {("inference", i): why for i, why in run_i.unsupported.items()}
+    out.unsupported = {("training", i): why for i, why in run_t.unsupported.items()} | {
+        ("inference", i): why for i, why in run_i.unsupported.items()
+    }
     partners: dict[int, list[int]] = defaultdict(list)
     _match_sources(flow_t, flow_i, partners, matches)
     join = Join()
@@ -273,7 +278,9 @@ def _assign(out: Alignment, run_i: run_inference.Run, sums: _Sums, partners: dic
                     reach[op.id] = frozenset().union(*[regions.readers.get(s, frozenset()) for s in mine])
 
 
-def _join_regions(out: Alignment, run_t: run_training.Run, run_i: run_inference.Run, join: Join, partners: dict[int, list[int]], regions: Regions) -> None:
+def _join_regions(
+    out: Alignment, run_t: run_training.Run, run_i: run_inference.Run, join: Join, partners: dict[int, list[int]], regions: Regions
+) -> None:
     """Within each region, find each training op's elements among the inference ops'."""
     members: dict[int, list[int]] = defaultdict(list)
     for i, regs in out.region_of.items():
@@ -307,7 +314,9 @@ def _match_operands(out: Alignment, run_t: run_training.Run, run_i: run_inferenc
         if not partners and op.id in out.regions.tail:
             partners = tuple(o.id for o in final)
         for slot in range(len(op.operands)):
-            pairs = [(i, s) for i in partners for s in ([slot] if flow_i.ops[i].kind == "anchor" else [0]) if s < len(flow_i.ops[i].operands)]
+            pairs = [
+                (i, s) for i in partners for s in ([slot] if flow_i.ops[i].kind == "anchor" else [0]) if s < len(flow_i.ops[i].operands)
+            ]
             a = run_t.operands.get((op.id, slot))
             hit = None
             for pair in pairs:

@@ -7,6 +7,7 @@ own, no shared residual sums. The training side runs with the proposed edits; th
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -168,7 +169,8 @@ def as_edits(edits: Iterable[Edit]) -> Edits:
     """Edits in the form that the evaluator takes."""
     edits = list(edits)
     return Edits(
-        frozenset((e.consumer, e.slot) for e in edits if e.kind == "keep"), {(e.consumer, e.slot): e.format for e in edits if e.kind == "round"}
+        frozenset((e.consumer, e.slot) for e in edits if e.kind == "keep"),
+        {(e.consumer, e.slot): e.format for e in edits if e.kind == "round"},
     )
 
 
@@ -209,16 +211,15 @@ class Redo(run_training.Run):
         todo: list[int] = []
         self.reached = []
         sums_crossed = 0
-        for n in range(first, len(nodes)):
-            node = nodes[n]
+        queue, queued = [first], {first}
+        while queue:
+            n = heapq.heappop(queue)
             op = base.tracer.op_of_node.get(n)
-            tensors = list(references(node.args, "v"))
-            hit = n == first or any(v in affected for v in tensors)
-            if not hit:
-                continue
             if op is not None and ops[op].kind == "anchor":
                 if n == first:
-                    self.reached.append((consumer, next(iter(s for s in range(len(ops[op].operands)) if (op, s) not in edits.keep), 0)))
+                    self.reached += [
+                        (consumer, s) for s in range(len(ops[op].operands)) if base.edits.touches((op, s)) != edits.touches((op, s))
+                    ]
                 else:
                     self.reached += self._slots(base, ops[op], affected)
                 todo.append(n)
@@ -227,8 +228,14 @@ class Redo(run_training.Run):
                 sums_crossed += 1
                 if sums_crossed > HORIZON:
                     break
-            affected.update(o.id for o in node.outputs if o is not None)
             todo.append(n)
+            for o in nodes[n].outputs:
+                if o is not None:
+                    affected.add(o.id)
+                    for reader in base.tracer.readers().get(o.id, ()):
+                        if reader not in queued:
+                            queued.add(reader)
+                            heapq.heappush(queue, reader)
         self.env = _Overlay(base.env, affected)
         self.values = dict(base.values)
         for n in todo:
@@ -259,11 +266,9 @@ def base_sums(base: run_training.Run) -> frozenset[int]:
     from graphalign.align.regions import residual_sums
     from graphalign.ir.dataflow import Dataflow
 
-    cached = getattr(base.tracer, "sums", None)
-    if cached is None:
-        cached = residual_sums(Dataflow("training", tuple(base.tracer.ops)))
-        base.tracer.sums = cached  # type: ignore[attr-defined]
-    return cached  # type: ignore[no-any-return]
+    if base.tracer.sums is None:
+        base.tracer.sums = residual_sums(Dataflow("training", tuple(base.tracer.ops)))
+    return base.tracer.sums
 
 
 class _Overlay(dict[int, Any]):

@@ -99,14 +99,20 @@ class _Comparer:
             return finding("undetermined", None, "the inference side reaches the consumer's value another way")
         inner = tuple(dict.fromkeys(f for p in paths for f in p.inner))
         if inner:
-            return finding("undetermined", None, f"the inference side rounds an intermediate without a partner to {', '.join(inner)}", paths)
+            return finding(
+                "undetermined", None, f"the inference side rounds an intermediate without a partner to {', '.join(inner)}", paths
+            )
         kinds = {p.roundings for p in paths}
         if len(kinds) > 1:
-            return finding("conflicting", None, "copies on the inference side round differently: " + " / ".join(_show(k) for k in sorted(kinds)), paths)
+            return finding(
+                "conflicting", None, "copies on the inference side round differently: " + " / ".join(_show(k) for k in sorted(kinds)), paths
+            )
         found = kinds.pop()
         return finding(*self._verdict(ref.roundings, found, producer, consumer), paths)
 
-    def _verdict(self, training: tuple[str, ...], inference: tuple[str, ...], producer: int, consumer: int) -> tuple[Verdict, tuple[str, ...], str]:
+    def _verdict(
+        self, training: tuple[str, ...], inference: tuple[str, ...], producer: int, consumer: int
+    ) -> tuple[Verdict, tuple[str, ...], str]:
         if training == inference:
             return "agree", inference, ""
         p, c = self.t.ops[producer], self.t.ops[consumer]
@@ -133,7 +139,7 @@ class _Comparer:
     def _paths(self, consumer: int, slots: list[int], starts: set[int]) -> list[Path]:
         """Paths up from an inference op to any of `starts`, through ops that have no training partner."""
         found: dict[Path, None] = {}
-        todo = [(r, (), ()) for s in slots for r in self.i.ops[consumer].operands[s]]
+        todo: list[tuple[Ref, tuple[str, ...], tuple[str, ...]]] = [(r, (), ()) for s in slots for r in self.i.ops[consumer].operands[s]]
         seen: set[tuple[int, tuple[str, ...], tuple[str, ...]]] = set()
         while todo:
             ref, inner, via = todo.pop()
@@ -202,7 +208,9 @@ class _Comparer:
         starts = set(self.al.partners.get(ref.producer, ()))
         if ref.producer in self.component:
             if inner:
-                return finding("undetermined", None, f"the inference side takes other steps here and rounds one of them to {', '.join(sorted(inner))}")
+                return finding(
+                    "undetermined", None, f"the inference side takes other steps here and rounds one of them to {', '.join(sorted(inner))}"
+                )
             if not ref.roundings:
                 return finding("agree", (), "inside a step of the training side only; neither side rounds here")
             return finding("keep", (), "no rounding between the aligned values around it", [p for _, p in edges][:4])

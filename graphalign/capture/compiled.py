@@ -54,6 +54,20 @@ def module_ids(node: fx.Node) -> list[int]:
     return [int(k) for k in reversed(list(stack)) if isinstance(k, str) and k.isdecimal()]
 
 
+def rebase(traced: str, running: str, names: frozenset[str]) -> str:
+    """Where a node runs, given the module it was traced in and the innermost module whose hooks fired.
+
+    Dynamo compiles one of several equal layers and runs the graph for all (parameters are its inputs, torch 2.13), so the metadata
+    names the first: `model.layers.0.mlp` traced, `model.layers.7` running gives `model.layers.7.mlp`.
+    """
+    ours, theirs = running.split(".") if running else [], traced.split(".")
+    if theirs[: len(ours)] == ours:
+        return traced
+    alike = all(a == b or (a.isdecimal() and b.isdecimal()) for a, b in zip(ours, theirs, strict=False))
+    moved = ".".join([*ours, *theirs[len(ours) :]])
+    return moved if alike and len(theirs) >= len(ours) and moved in names else running
+
+
 def trace_source(node: fx.Node) -> tuple[str, Source] | None:
     """Absolute file and source of a node, from the last entry of its stack trace; the file in the source is left absolute.
 

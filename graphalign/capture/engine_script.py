@@ -379,7 +379,8 @@ class Recorder:
             return
         self.graphs.append(plain)
         self.options = self.options or read_inductor()
-        say(stage="compile", fraction=min(0.95, 0.5 + 0.05 * len(self.graphs)))
+        if self.world is not None:
+            say(stage="compile", fraction=min(0.95, 0.5 + 0.05 * len(self.graphs)))
 
     def _keep_source(self, result: Any) -> None:
         with self.guard("generated source"):
@@ -993,6 +994,9 @@ class Probe:
                     self.world.note(f"{name} holds a value computed from its checkpoint tensors")
                     filled.add(name)
                     continue
+                shape = known["shape"]
+                if dim == 0 and length == 1 and not index and len(shape) == len(self.tensors[self.names[at]][1]) + 1:
+                    index, dim, start, length = (start,), 1, 0, shape[1]  # one whole matrix of a stack, as of experts
                 segments.append({"checkpoint": self.names[at], "dim": dim, "start": start, "length": length, "index": list(index)})
             known["segments"] = segments
             if segments:
@@ -1455,13 +1459,14 @@ def capture(request: dict[str, Any]) -> dict[str, Any]:
     llm = start_engine(request)
     timings["engine"] = time.perf_counter() - started
     recorder.uninstall()
+    config = engine_config(llm)
     if not recorder.graphs:
+        mode = jsonable(getattr(config.compilation_config, "mode", None))
         raise Refused(
             "the engine compiled no graph of the model",
-            where="; ".join(recorder.notes[:5]),
+            where="; ".join([f"compilation mode {mode}, enforce_eager={config.model_config.enforce_eager}", *recorder.notes[:5]]),
             hint="leave out enforce_eager and compilation modes that switch Inductor off",
         )
-    config = engine_config(llm)
     request["engine_model"] = world.model
     context = getattr(config.compilation_config, "static_forward_context", None) or {}
     header = {
@@ -1487,6 +1492,14 @@ def capture(request: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def first_reason(e: BaseException) -> str:
+    """One line that says why; pydantic's first line only counts the errors."""
+    lines = [x.strip() for x in str(e).splitlines() if x.strip()]
+    if len(lines) > 1 and "validation error" in lines[0]:
+        lines = lines[1:]
+    return f"{type(e).__name__}: {(lines or [''])[0]}"[:400]
+
+
 def main(path: str) -> int:
     with open(path) as f:
         request = json.load(f)
@@ -1502,7 +1515,7 @@ def main(path: str) -> int:
         return 3
     except BaseException as e:
         traceback.print_exc()
-        say(error=f"{type(e).__name__}: {e}"[:2000], where="vLLM")
+        say(error=first_reason(e), where="vLLM")
         return 3
     return 0
 

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from graphalign.capture.compiled import GeneratedCode, module_ids, trace_source
+from graphalign.capture.compiled import GeneratedCode, module_ids, rebase, trace_source
 from graphalign.capture.frames import SourceTable, caller
 from graphalign.capture.tensors import TensorTable
 from graphalign.errors import CaptureFailedError
@@ -63,6 +63,7 @@ class Recorder(TorchDispatchMode):
         self._generated = GeneratedCode() if "torch._dynamo" in sys.modules else None
         self._tensors = TensorTable(self._emit_synthetic, self.note)
         self._modules = {id(m): name for name, m in reversed(list(module.named_modules(remove_duplicate=False)))}
+        self._names = frozenset(self._modules.values())
         self._stack: list[str] = []
         self._hooks: list[Any] = []
         self._suspended = False
@@ -141,7 +142,8 @@ class Recorder(TorchDispatchMode):
         node = self._generated.node(frame) if self._generated is not None else None
         if node is None:
             return self.module, self._sources.locate(frame)
-        module = next((self._modules[i] for i in module_ids(node) if i in self._modules), self.module)
+        traced = next((self._modules[i] for i in module_ids(node) if i in self._modules), self.module)
+        module = rebase(traced, self.module, self._names)
         source = trace_source(node)
         return module, self._sources.add(*source) if source is not None else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import hashlib
 import importlib.metadata
@@ -10,7 +11,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,8 @@ def _cached(name: str, recipe: dict[str, Any], cache: Path, build: Callable[[Pat
         hint = "set XDG_CACHE_HOME to a folder you may write to"
         raise BadInputError(f"cannot write to {cache}: {e.strerror}", where=str(cache), hint=hint) from None
     try:
-        build(work)
+        with _quietly():
+            build(work)
         try:
             work.rename(final)
         except OSError as e:
@@ -142,6 +144,20 @@ def _cached(name: str, recipe: dict[str, Any], cache: Path, build: Callable[[Pat
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return final.resolve()
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Without Transformers' progress bars, which would mix with ours."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _build_tiny(recipe: dict[str, Any], folder: Path) -> None:

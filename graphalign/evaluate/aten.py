@@ -10,34 +10,176 @@ import torch
 from graphalign.errors import UnsupportedOpError
 
 VIEWS = frozenset(
-    "view _unsafe_view reshape t transpose permute unsqueeze squeeze expand expand_as slice select split split_with_sizes chunk unbind "
-    "as_strided unfold diagonal movedim swapaxes flatten unflatten detach alias view_as narrow numpy_T mT real _reshape_alias".split()
+    [
+        "view",
+        "_unsafe_view",
+        "reshape",
+        "t",
+        "transpose",
+        "permute",
+        "unsqueeze",
+        "squeeze",
+        "expand",
+        "expand_as",
+        "slice",
+        "select",
+        "split",
+        "split_with_sizes",
+        "chunk",
+        "unbind",
+        "as_strided",
+        "unfold",
+        "diagonal",
+        "movedim",
+        "swapaxes",
+        "flatten",
+        "unflatten",
+        "detach",
+        "alias",
+        "view_as",
+        "narrow",
+        "numpy_T",
+        "mT",
+        "real",
+        "_reshape_alias",
+    ]
 )
 """Ops that show the same elements in another layout."""
 COPIES = frozenset(
-    "_to_copy clone contiguous to copy lift_fresh lift_fresh_copy cat stack roll flip repeat repeat_interleave tile index_select gather "
-    "embedding constant_pad_nd pad neg dropout native_dropout alias_copy view_copy rot90 _local_scalar_dense_copy positive".split()
+    [
+        "_to_copy",
+        "clone",
+        "contiguous",
+        "to",
+        "copy",
+        "lift_fresh",
+        "lift_fresh_copy",
+        "cat",
+        "stack",
+        "roll",
+        "flip",
+        "repeat",
+        "repeat_interleave",
+        "tile",
+        "index_select",
+        "gather",
+        "embedding",
+        "constant_pad_nd",
+        "pad",
+        "neg",
+        "dropout",
+        "native_dropout",
+        "alias_copy",
+        "view_copy",
+        "rot90",
+        "_local_scalar_dense_copy",
+        "positive",
+    ]
 )
 """Ops that copy elements, perhaps casting, moving or negating them."""
 TRANSPARENT = VIEWS | COPIES
 REDUCTIONS = frozenset(
-    "sum mean amax amin max min var var_mean std prod norm linalg_vector_norm cumsum cumprod logsumexp _softmax softmax _log_softmax "
-    "log_softmax any all argmax argmin topk sort _safe_softmax".split()
+    [
+        "sum",
+        "mean",
+        "amax",
+        "amin",
+        "max",
+        "min",
+        "var",
+        "var_mean",
+        "std",
+        "prod",
+        "norm",
+        "linalg_vector_norm",
+        "cumsum",
+        "cumprod",
+        "logsumexp",
+        "_softmax",
+        "softmax",
+        "_log_softmax",
+        "log_softmax",
+        "any",
+        "all",
+        "argmax",
+        "argmin",
+        "topk",
+        "sort",
+        "_safe_softmax",
+    ]
 )
 COMPOSITES = frozenset(
-    "native_layer_norm layer_norm _fused_rms_norm rms_norm native_group_norm group_norm glu index masked_fill where "
-    "scatter scatter_add index_put index_add one_hot tril triu addcmul addcdiv lerp polar complex view_as_complex view_as_real "
-    "_softmax_backward_data std_mean aminmax searchsorted bucketize histc bincount masked_scatter conv1d convolution".split()
+    [
+        "native_layer_norm",
+        "layer_norm",
+        "_fused_rms_norm",
+        "rms_norm",
+        "native_group_norm",
+        "group_norm",
+        "glu",
+        "index",
+        "masked_fill",
+        "where",
+        "scatter",
+        "scatter_add",
+        "index_put",
+        "index_add",
+        "one_hot",
+        "tril",
+        "triu",
+        "addcmul",
+        "addcdiv",
+        "lerp",
+        "polar",
+        "complex",
+        "view_as_complex",
+        "view_as_real",
+        "_softmax_backward_data",
+        "std_mean",
+        "aminmax",
+        "searchsorted",
+        "bucketize",
+        "histc",
+        "bincount",
+        "masked_scatter",
+        "conv1d",
+        "convolution",
+    ]
 )
 FACTORIES = frozenset(
-    "arange full ones zeros scalar_tensor full_like ones_like zeros_like empty_like new_zeros new_ones new_full empty new_empty eye "
-    "linspace tensor scalar_tensor".split()
+    [
+        "arange",
+        "full",
+        "ones",
+        "zeros",
+        "scalar_tensor",
+        "full_like",
+        "ones_like",
+        "zeros_like",
+        "empty_like",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "empty",
+        "new_empty",
+        "eye",
+        "linspace",
+        "tensor",
+        "scalar_tensor",
+    ]
 )
-MATMULS = frozenset("mm addmm bmm baddbmm matmul linear mv dot _grouped_mm einsum addmv".split())
+MATMULS = frozenset(["mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "mv", "dot", "_grouped_mm", "einsum", "addmv"])
 ATTENTIONS = frozenset(
-    "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention "
-    "_scaled_dot_product_cudnn_attention scaled_dot_product_attention _scaled_dot_product_attention_math "
-    "_scaled_dot_product_fused_attention_overrideable _scaled_dot_product_attention_math_for_mps".split()
+    [
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "scaled_dot_product_attention",
+        "_scaled_dot_product_attention_math",
+        "_scaled_dot_product_fused_attention_overrideable",
+        "_scaled_dot_product_attention_math_for_mps",
+    ]
 )
 MAX_ELEMENTS = 1 << 26
 """Largest tensor an evaluation builds."""
@@ -67,7 +209,9 @@ def resolve(op: str) -> Any:
         overload = getattr(packet, packet.overloads()[0], None)
     listed = name in TRANSPARENT | REDUCTIONS | COMPOSITES | FACTORIES | MATMULS
     if overload is None or not (listed or torch.Tag.pointwise in overload.tags):
-        raise UnsupportedOpError(f"{op} is not an op that graphalign can evaluate", hint="say so on the issue tracker, with the model's name")
+        raise UnsupportedOpError(
+            f"{op} is not an op that graphalign can evaluate", hint="say so on the issue tracker, with the model's name"
+        )
     return overload
 
 

@@ -29,12 +29,74 @@ def _pow(a: Tensor, b: Tensor) -> Tensor:
 OPS: dict[str, Callable[..., Tensor]] = {
     **{
         name: getattr(torch, name)
-        for name in (
-            "abs exp exp2 expm1 log log2 log10 log1p sqrt rsqrt sin cos tan sinh cosh tanh asin acos atan asinh acosh atanh sigmoid erf erfc "
-            "floor ceil round trunc reciprocal relu sign signbit isnan isinf logical_not logical_and logical_or logical_xor bitwise_not bitwise_and "
-            "bitwise_or bitwise_xor add sub mul maximum minimum remainder fmod atan2 hypot copysign nextafter lt le gt ge eq ne square neg "
-            "lgamma digamma erfinv where"
-        ).split()
+        for name in [
+            "abs",
+            "exp",
+            "exp2",
+            "expm1",
+            "log",
+            "log2",
+            "log10",
+            "log1p",
+            "sqrt",
+            "rsqrt",
+            "sin",
+            "cos",
+            "tan",
+            "sinh",
+            "cosh",
+            "tanh",
+            "asin",
+            "acos",
+            "atan",
+            "asinh",
+            "acosh",
+            "atanh",
+            "sigmoid",
+            "erf",
+            "erfc",
+            "floor",
+            "ceil",
+            "round",
+            "trunc",
+            "reciprocal",
+            "relu",
+            "sign",
+            "signbit",
+            "isnan",
+            "isinf",
+            "logical_not",
+            "logical_and",
+            "logical_or",
+            "logical_xor",
+            "bitwise_not",
+            "bitwise_and",
+            "bitwise_or",
+            "bitwise_xor",
+            "add",
+            "sub",
+            "mul",
+            "maximum",
+            "minimum",
+            "remainder",
+            "fmod",
+            "atan2",
+            "hypot",
+            "copysign",
+            "nextafter",
+            "lt",
+            "le",
+            "gt",
+            "ge",
+            "eq",
+            "ne",
+            "square",
+            "neg",
+            "lgamma",
+            "digamma",
+            "erfinv",
+            "where",
+        ]
     },
     "truediv": torch.true_divide,
     "div": torch.true_divide,
@@ -54,9 +116,7 @@ OPS: dict[str, Callable[..., Tensor]] = {
     "or_": torch.logical_or,
     "xor": torch.bitwise_xor,
     "invert": torch.bitwise_not,
-    "inline_asm": None,
 }
-OPS = {k: f for k, f in OPS.items() if f is not None}
 
 
 def apply(target: str, args: list[Any]) -> Tensor | None:

@@ -42,7 +42,9 @@ def load_opaque_ops(rules: Path) -> dict[str, OpaqueOp]:
             items = yaml.safe_load(path.read_text()) or []
             parsed = [OpaqueOp.model_validate(x) for x in items]
         except (yaml.YAMLError, ValidationError, TypeError, OSError) as e:
-            raise BadInputError(f"bad rule file {path.name}", where=str(e)[:400], hint="see CONTRIBUTING.md for the form of a rule") from None
+            raise BadInputError(
+                f"bad rule file {path.name}", where=str(e)[:400], hint="see CONTRIBUTING.md for the form of a rule"
+            ) from None
         for rule in parsed:
             if rule.op in found:
                 raise BadInputError(f"{rule.op} is declared twice in rules/ops", where=path.name, hint="remove one")

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from graphalign.errors import CaptureFileError, UnsupportedOpError
@@ -19,10 +20,8 @@ from graphalign.evaluate.trace_inference import Tracer, _buffers
 from graphalign.evaluate.values import Arithmetic, Val, draw, seed_of
 from graphalign.ir.args import references
 from graphalign.ir.dataflow import LOW_PRECISION, Op
-from graphalign.ir.inference import Body, Buffer, Graph, InferenceGraph, Node, Parameter
 from graphalign.ir.indexing import evaluate as index_value
-from graphalign.ir.training import Node as AtenNode
-from graphalign.ir.training import Value as AtenValue
+from graphalign.ir.inference import Body, Buffer, Graph, InferenceGraph, Node, Parameter
 
 Replace = Callable[[Val], Val]
 UNKNOWN = float("nan")
@@ -59,7 +58,8 @@ class Run:
     """Operands of anchors and outputs: (op, slot) to a flat or shaped tensor in the buffer's layout."""
     unsupported: dict[int, str] = field(default_factory=dict)
     _nodes: dict[Any, dict[str, Val | str]] = field(default_factory=dict)
-    _stored: dict[Any, list[tuple[str, torch.Tensor, torch.Tensor, str]]] = field(default_factory=dict)
+    _stored: dict[Any, list[tuple[str, torch.Tensor, torch.Tensor, str, int]]] = field(default_factory=dict)
+    _numbers: dict[Any, int] = field(default_factory=dict)
 
     def run(self) -> Run:
         """Evaluate all graphs in order."""
@@ -183,7 +183,9 @@ class Run:
         op = self.tracer.ops[op_id]
         args = dict(node.args)
         rule = self.tracer.rules.get(node.op)
-        names = [rule.input] if rule and rule.kind == "gemm" else list(rule.operands) if rule and rule.operands else [n for n, _ in node.args]
+        names = (
+            [rule.input] if rule and rule.kind == "gemm" else list(rule.operands) if rule and rule.operands else [n for n, _ in node.args]
+        )
         slot = 0
         for n in names:
             arg = args.get(n)
@@ -207,7 +209,7 @@ class Run:
             return torch.cat([self._argument(a).reshape(-1) for a in arg if _buffers(a)])
         name = arg["b"]
         if "size" in arg:
-            root, base = self._root(name)
+            _root, base = self._root(name)
             source = self._source(name)
             if isinstance(source, Storage):
                 sizes = [self._size(s) for s in arg["size"]]
@@ -221,7 +223,10 @@ class Run:
         segments = op.detail.get("segments")
         if op.target == "gemm" and segments:
             occurrence = op.key[-1]
-            parts = [self.arithmetic.anchor(anchor_name(("gemm", c, occurrence)), (*shape[:-1], length), op.dtype).data for c, _, length in segments]
+            parts = [
+                self.arithmetic.anchor(anchor_name(("gemm", c, occurrence)), (*shape[:-1], length), op.dtype).data
+                for c, _, length in segments
+            ]
             data = torch.cat(parts, -1)
             if data.shape == shape:
                 key = ("merged", tuple(self.arithmetic.name(c) for c, _, _ in segments), occurrence, shape, op.dtype)
@@ -237,7 +242,15 @@ class Run:
         for role, name in binding.items():
             root, offset = self._root(name)
             source = self._source(name) if name in self.inputs or root in self.live else None
-            inputs.append((role, source.id if source else None, offset, name in node.forwarded, (self.buffers[name].dtype if name in self.buffers else "")))
+            inputs.append(
+                (
+                    role,
+                    source.id if source else None,
+                    offset,
+                    name in node.forwarded,
+                    (self.buffers[name].dtype if name in self.buffers else ""),
+                )
+            )
         key = (node.body, tuple(inputs))
         if key not in self._nodes:
             self._nodes[key], self._stored[key] = self._interpret(body, binding, node)
@@ -249,13 +262,19 @@ class Run:
                 self.unsupported[op] = val
             else:
                 self.values[op] = val
-        for role, index, data, mode in self._stored[key]:
-            self._store(binding[role], role, index, data, mode, key)
+        for role, index, data, mode, identity in self._stored[key]:
+            # known content makes equal layers equal, whatever led to it
+            content = (node.body, "value", identity) if identity else (node.body, "inputs", self._number(key))
+            self._store(binding[role], role, index, data, mode, content)
 
-    def _store(self, name: str, role: str, index: torch.Tensor, data: torch.Tensor, mode: str, key: Any) -> None:
+    def _number(self, key: Any) -> int:
+        """A small integer for a compound identity, so that identities do not nest."""
+        return self._numbers.setdefault(key, len(self._numbers))
+
+    def _store(self, name: str, role: str, index: torch.Tensor, data: torch.Tensor, mode: str, content: Any) -> None:
         root, offset = self._root(name)
         old = self._storage(root)
-        new_id = ("stored", old.id, key, role, offset)
+        new_id = self._number(("stored", old.id, content, role, offset, old.memory.numel()))
         if new_id not in self.storages:
             dtype = (self.buffers[name].dtype if name in self.buffers else None) or "float32"
             register, memory = old.register.clone(), old.memory.clone()
@@ -285,6 +304,8 @@ class _Interpreter:
     def run(self) -> tuple[dict[str, Val | str], list[Any]]:
         self.results: dict[str, Val | str] = {}
         self.stores: list[Any] = []
+        self.identities: dict[int, int] = {}
+        self.alive: list[torch.Tensor] = []  # an identity is an address: it must stay taken
         self.pending: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         n = len(self.body.var_ranges)
         self.env: dict[str, Any] = dict(self.run_.env)
@@ -316,7 +337,7 @@ class _Interpreter:
         return last
 
     def op(self, prefix: str, name: str, target: str, args: Any, kwargs: Any, env: dict[str, Any]) -> Any:
-        run, rounding = self.run_, self.run_.arithmetic
+        _run, _rounding = self.run_, self.run_.arithmetic
 
         def arg(a: Any) -> Any:
             if isinstance(a, dict):
@@ -361,15 +382,19 @@ class _Interpreter:
             if value is None:
                 return None
             index = arg(args[1])
-            shape = torch.broadcast_shapes(index.shape, value.shape)
+            shape = np.broadcast_shapes(tuple(index.shape), tuple(value.shape))
             buffer = self.binding[args[0]["b"]]
             self.pending[buffer] = (index.expand(shape), value)
             mode = next((a for a in args[3:] if isinstance(a, str)), kwargs.get("mode") or "")
-            self.stores.append((args[0]["b"], index.expand(shape), value, mode if isinstance(mode, str) else ""))
+            identity = self.identities.get(id(value), 0)
+            self.stores.append((args[0]["b"], index.expand(shape), value, mode if isinstance(mode, str) else "", identity))
             return value
         if target == "to_dtype":
             x = arg(args[0])
-            dtype = next((a["dtype"] for a in args if isinstance(a, dict) and "dtype" in a), kwargs.get("dtype", {}).get("dtype", "float32") if isinstance(kwargs.get("dtype"), dict) else "float32")
+            dtype = next(
+                (a["dtype"] for a in args if isinstance(a, dict) and "dtype" in a),
+                kwargs.get("dtype", {}).get("dtype", "float32") if isinstance(kwargs.get("dtype"), dict) else "float32",
+            )
             env[name] = self.cast(x, dtype, rounds=kwargs.get("use_compute_types", True) is False)
             return env[name]
         if target == "getitem":
@@ -406,6 +431,8 @@ class _Interpreter:
         if run.replace is not None and data.is_floating_point():
             val = run.replace(val)
         self.results[name] = val
+        self.identities[id(val.data)] = val.id
+        self.alive.append(val.data)
         return val.data
 
     def cast(self, x: Any, dtype: str, *, rounds: bool) -> Any:
@@ -445,7 +472,7 @@ class _Interpreter:
         source = run._source(buffer)
         if isinstance(source, _Lazy):
             return self.parameter(source, index)
-        root, offset = run._root(buffer)
+        _root, offset = run._root(buffer)
         if buffer in self.pending:
             stored_index, value = self.pending[buffer]
             if stored_index.shape == index.shape and torch.equal(stored_index, index):
@@ -456,15 +483,15 @@ class _Interpreter:
         if flat.numel() and (int(flat.min()) < 0 or int(flat.max()) >= data.numel()):
             flat = flat.clamp(0, max(data.numel() - 1, 0))  # a masked-out lane may read outside
         out = data[flat]
-        return out.long() if source.id[0] in ("positions", "ids") else out
+        return out.long() if isinstance(source.id, tuple) and source.id[0] in ("positions", "ids") else out
 
     def parameter(self, source: _Lazy, index: torch.Tensor) -> torch.Tensor:
         p = source.parameter
         if len(p.segments) == 1 and p.segments[0].start == 0 and not p.segments[0].index:
             return self.run_.arithmetic.parameter(p.segments[0].checkpoint, index, source.dtype)
         strides = [1]
-        for s in reversed(p.shape[1:]):
-            strides.insert(0, strides[0] * s)
+        for extent in reversed(p.shape[1:]):
+            strides.insert(0, strides[0] * extent)
         out = torch.full(index.shape, UNKNOWN, dtype=torch.float64)
         for s in p.segments:
             at = (index // strides[s.dim]) % p.shape[s.dim]

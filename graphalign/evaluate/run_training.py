@@ -33,6 +33,10 @@ class Edits:
     round: Mapping[tuple[int, int], str] = field(default_factory=dict)
     """Operands rounded once more, to this format."""
 
+    def touches(self, at: tuple[int, int]) -> bool:
+        """Whether an operand is edited."""
+        return at in self.keep or at in self.round
+
 
 @dataclass
 class Run:
@@ -72,15 +76,15 @@ class Run:
             else:
                 self._compute(op, node, outs)
         for op in self.tracer.ops:
-            if op.kind == "output" and (val := self._try(op.key[0])) is not None:
-                self.operands[op.id, 0] = val.data
+            if op.kind == "output" and (result := self._try(op.key[0])) is not None:
+                self.operands[op.id, 0] = result.data
         return self
 
     def _anchor(self, op: Op, shape: tuple[int, ...]) -> Val:
         return self.arithmetic.anchor(anchor_name(op.key), shape, op.dtype)
 
     def _record_operands(self, op: Op, node: Node) -> None:
-        values = [v for v in references(node.args, "v")]
+        values = list(references(node.args, "v"))
         slot = 0
         for v in values:
             edges = self.tracer.refs.get(v) or (self.tracer.edges(v) if v in self.tracer.constant else ())
@@ -120,7 +124,9 @@ class Run:
             if n > aten.MAX_ELEMENTS:
                 raise UnsupportedOpError(f"{name} is too large to be evaluated element by element", where=str(i.value.shape))
             key = ("parameter", self.arithmetic.name(name), i.value.shape, i.value.dtype)
-            val = self.arithmetic.intern(key) or self.arithmetic.put(key, self.arithmetic.parameter(name, torch.arange(n), i.value.dtype).view(i.value.shape))
+            val = self.arithmetic.intern(key) or self.arithmetic.put(
+                key, self.arithmetic.parameter(name, torch.arange(n), i.value.dtype).view(i.value.shape)
+            )
         elif v in self.native:
             val = self._constant(v)
         else:
@@ -156,7 +162,8 @@ class Run:
         """The content of a value had nothing been rounded since its producers computed it."""
         n = self.node_of.get(v, -1)
         op = self.tracer.op_of_node.get(n)
-        if op is not None and self.capture.nodes[n].outputs[0] is not None and self.capture.nodes[n].outputs[0].id == v:
+        first = self.capture.nodes[n].outputs[0] if op is not None else None
+        if op is not None and first is not None and first.id == v:
             return self.values[op].data
         if n < 0 or op is not None or v in self.native:
             return self.value(v).data
@@ -168,14 +175,25 @@ class Run:
         position = next(i for i, o in enumerate(node.outputs) if o is not None and o.id == v)
         out = node.outputs[position]
         assert out is not None
-        tensors = [u for u in references(node.args, "v")]
+        tensors = list(references(node.args, "v"))
         if name == "embedding" and tensors and tensors[0] in self.tracer.weights:
             return self._embedding(tensors[0], tensors[1], out.shape)
         if name == "copy":
             source = read(tensors[1])
             return Val(source.id, self.arithmetic.round(source.data.expand(out.shape), out.dtype))
         args = {u: read(u) for u in tensors}
-        if name in ("_to_copy", "to", "clone", "contiguous", "detach", "alias", "dropout", "native_dropout", "lift_fresh", "positive") or _is_scalar_identity(node):
+        if name in (
+            "_to_copy",
+            "to",
+            "clone",
+            "contiguous",
+            "detach",
+            "alias",
+            "dropout",
+            "native_dropout",
+            "lift_fresh",
+            "positive",
+        ) or _is_scalar_identity(node):
             val = args[tensors[0]]
             if not (rounds and self.arithmetic.rounds and out.dtype in LOW_PRECISION):
                 return val
@@ -196,18 +214,17 @@ class Run:
         return self.arithmetic.new(data.view(shape))
 
     def _compute(self, op: Op, node: Node, outs: list[int]) -> None:
-        slot, args = 0, {}
-        for v in self.tracer._operand_values(node):
-            edges = self.tracer.edges(v)
-            if not edges:
-                args[v, len(args)] = self._try(v)
-                continue
-            args[v, len(args)] = self._operand(op, slot, v)
-            slot += 1
-        if any(a is None for a in args.values()):
+        slot, read = 0, []
+        for v in self.tracer.operand_values(node):
+            if self.tracer.edges(v):
+                read.append(self._operand(op, slot, v))
+                slot += 1
+            else:
+                read.append(self._try(v))
+        ordered = [a for a in read if a is not None]
+        if len(ordered) < len(read):
             self.unsupported.setdefault(op.id, "an operand could not be evaluated")
             return
-        ordered = [a for a in args.values() if a is not None]
         memo = all(a.id >= 0 for a in ordered) and not self.arithmetic.rounds
         key = ("aten", node.op, repr(_positional(node, ordered)), 0)
         try:
@@ -306,10 +323,16 @@ def call(node: Node, tensors: Mapping[int, torch.Tensor] | list[torch.Tensor], *
             raise UnsupportedOpError(f"{node.op} makes a tensor too large to evaluate", where=str(o.shape))
     overload = aten.resolve(node.op)
     args = [decode(a) for a in node.args]
-    kwargs = {k: x for k, a in node.kwargs.items() if (x := decode(a)) is not None and k not in ("pin_memory", "layout", "memory_format", "non_blocking")}
+    kwargs = {
+        k: x
+        for k, a in node.kwargs.items()
+        if (x := decode(a)) is not None and k not in ("pin_memory", "layout", "memory_format", "non_blocking")
+    }
     if not native and aten.base(node.op) in ("_softmax", "_log_softmax"):
         args[-1] = False
-    if aten.base(node.op) in aten.FACTORIES and any(isinstance(x, int) and abs(x) > aten.MAX_ELEMENTS for a in args for x in (a if isinstance(a, list) else [a])):
+    if aten.base(node.op) in aten.FACTORIES and any(
+        isinstance(x, int) and abs(x) > aten.MAX_ELEMENTS for a in args for x in (a if isinstance(a, list) else [a])
+    ):
         raise UnsupportedOpError(f"{node.op} makes a tensor too large to evaluate")
     try:
         with torch.no_grad():

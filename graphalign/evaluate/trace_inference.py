@@ -151,26 +151,29 @@ class Tracer:
             subresults: dict[str, _Slot], prefix: str, item: tuple[Any, ...]) -> _Slot | None:  # fmt: skip
         name, target, args, kwargs = item
         if target in ("output", "ops"):
-            refs = [env[n] for a in args for n in references(a, "n") if n in env]
-            return refs[0] if refs else None
+            results = [env[n] for a in args for n in references(a, "n") if n in env]
+            return results[0] if results else None
         if target in INDEX_OPS or target.startswith("set_indirect"):
             env[name] = _Slot()
             return env[name]
         operands = [[env.get(n, _Slot()) for n in references(a, "n")] for a in args]
         flat = [s for o in operands for s in o]
         if target == "load":
-            buffer = binding.get(args[0]["b"], args[0]["b"]) if isinstance(args[0], dict) else str(args[0])
+            buffer = _bound(args[0], binding)
             refs = self.register[buffer] if buffer in node.forwarded and buffer in self.register else self.read(g, buffer)
             refs = tuple(r.through(buffer) if buffer in self.buffers else r for r in refs)
             slot = _Slot(refs, indexing=all(self.ops[r.producer].kind == "input" for r in refs))
         elif target in ("store", "store_reduction"):
-            buffer = binding.get(args[0]["b"], args[0]["b"]) if isinstance(args[0], dict) else str(args[0])
+            buffer = _bound(args[0], binding)
             self.write(buffer, flat[-1].refs if flat else ())
             return flat[-1] if flat else None
         elif target == "to_dtype":
             dtype = next((a["dtype"] for a in args if isinstance(a, dict) and "dtype" in a), "float32")
             rounds = kwargs.get("use_compute_types", True) is False
-            slot = _Slot(tuple(r.rounded(dtype) for r in flat[0].refs) if rounds and flat else (flat[0].refs if flat else ()), flat[0].indexing if flat else True)
+            slot = _Slot(
+                tuple(r.rounded(dtype) for r in flat[0].refs) if rounds and flat else (flat[0].refs if flat else ()),
+                flat[0].indexing if flat else True,
+            )
         elif target in ("neg", "identity", "getitem"):
             slot = flat[0]
             if target == "getitem" and flat and not flat[0].indexing:
@@ -219,22 +222,24 @@ class Tracer:
             weight = args.get(rule.weight)
             p = self._parameter(weight)
             key = ("gemm", *self._number(tuple(s.checkpoint for s in p.segments) if p else ("unknown", node.name)))
-            operands = (edges(rule.input),)
-            detail: dict[str, Any] = {"segments": [(s.checkpoint, s.start, s.length) for s in p.segments] if p else [], "bias": bool(_buffers(args.get(rule.bias))) or _is_param(args.get(rule.bias))}
+            operands: tuple[Operand, ...] = (edges(rule.input),)
+            detail: dict[str, Any] = {
+                "segments": [(s.checkpoint, s.start, s.length) for s in p.segments] if p else [],
+                "bias": bool(_buffers(args.get(rule.bias))) or _is_param(args.get(rule.bias)),
+            }
         else:
             operands = tuple(edges(a) for a in rule.operands)
             layer = args.get(rule.layer)
-            name = layer.get("layer") if isinstance(layer, dict) else None
-            if name is None and isinstance(layer, dict) and "b" in layer and layer["b"] in self.inputs:
-                name = self.inputs[layer["b"]].source
+            owner = layer.get("layer") if isinstance(layer, dict) else None
+            if owner is None and isinstance(layer, dict) and "b" in layer and layer["b"] in self.inputs:
+                owner = self.inputs[layer["b"]].source
             key = ("attention", *self._number(self.anchors_above(operands)))
-            detail = {"layer": name}
-        out = _buffers(args.get(rule.out)) if rule.out else list(node.outputs)
-        dtype = next((b.dtype for o in out if (b := self.buffers.get(o)) is not None and b.dtype), "float32")
-        op = self.add(name=node.name, kind="anchor", target=rule.kind, operands=operands, dtype=dtype, module=node.module,
+            detail = {"layer": owner}
+        written = _buffers(args.get(rule.out)) if rule.out else list(node.outputs)
+        op = self.add(name=node.name, kind="anchor", target=rule.kind, operands=operands, dtype=self._dtype(written), module=node.module,
                       source=node.source or None, where=node.op, key=key, detail=detail)  # fmt: skip
         self.ids[g, node.name, ""] = op.id
-        for o in out:
+        for o in written:
             self.write(o, (Ref(op.id),))
 
     def _opaque(self, g: int, kernel: str, node: Node, rule: OpaqueOp | None) -> None:
@@ -242,12 +247,15 @@ class Tracer:
         names = [n for n, _ in node.args if n not in ignored]
         operands = tuple(refs for n in names if (refs := tuple(r for b in _buffers(dict(node.args)[n]) for r in self.read(g, b))))
         written = [b for n in node.mutates for b in _buffers(dict(node.args).get(n))] or list(node.outputs)
-        dtype = next((b.dtype for o in written if (b := self.buffers.get(o)) is not None and b.dtype), "float32")
-        op = self.add(name=node.name, kind="anchor", target=node.op or node.kind, operands=operands, dtype=dtype, module=node.module,
-                      source=node.source or None, where=node.op or kernel, key=("opaque", *self._number((node.op, node.module))))  # fmt: skip
+        key = ("opaque", *self._number((node.op, node.module)))
+        op = self.add(name=node.name, kind="anchor", target=node.op or node.kind, operands=operands, dtype=self._dtype(written),
+                      module=node.module, source=node.source or None, where=node.op or kernel, key=key)  # fmt: skip
         self.ids[g, node.name, ""] = op.id
         for o in written:
             self.write(o, (Ref(op.id),))
+
+    def _dtype(self, names: list[str]) -> str:
+        return next((b.dtype for n in names if (b := self.buffers.get(n)) is not None and b.dtype), "float32")
 
     def _parameter(self, arg: Any) -> Parameter | None:
         if isinstance(arg, dict) and "param" in arg:
@@ -299,6 +307,12 @@ def _buffers(arg: Any) -> list[str]:
     if isinstance(arg, list | tuple):
         return [b for a in arg for b in _buffers(a)]
     return []
+
+
+def _bound(arg: Any, binding: dict[str, str]) -> str:
+    """The buffer that a body's `{"b": "b3"}` stands for in this kernel."""
+    role = str(arg["b"]) if isinstance(arg, dict) and "b" in arg else str(arg)
+    return binding.get(role, role)
 
 
 def _is_param(arg: Any) -> bool:

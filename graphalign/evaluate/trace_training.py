@@ -31,7 +31,10 @@ class Tracer:
     table_of_value: dict[int, int] = field(default_factory=dict)
     """Value id of a constant that is read by the model's arithmetic to its op index."""
     dtype: dict[int, str] = field(default_factory=dict)
+    sums: frozenset[int] | None = None
+    """Residual sums, once somebody worked them out."""
     _occurrences: dict[tuple[Any, ...], int] = field(default_factory=dict)
+    _readers: dict[int, list[int]] | None = None
 
     def run(self) -> Dataflow:
         """Trace the capture."""
@@ -54,6 +57,15 @@ class Tracer:
         flow.verify()
         return flow
 
+    def readers(self) -> dict[int, list[int]]:
+        """Value id to the nodes that read it, ascending."""
+        if self._readers is None:
+            self._readers = {}
+            for n, node in enumerate(self.capture.nodes):
+                for v in self.operand_values(node):
+                    self._readers.setdefault(v, []).append(n)
+        return self._readers
+
     def add(self, **kw: Any) -> Op:
         op = Op(id=len(self.ops), **kw)
         self.ops.append(op)
@@ -74,15 +86,19 @@ class Tracer:
         while v not in self.table_of_value and v in self.origin:
             node = self.capture.nodes[self.origin[v]]
             tensors = list(references(node.args, "v"))
-            if base(node.op) not in TRANSPARENT or base(node.op) in ("cat", "stack", "embedding", "index_select", "gather") or len(tensors) != 1:
+            if (
+                base(node.op) not in TRANSPARENT
+                or base(node.op) in ("cat", "stack", "embedding", "index_select", "gather")
+                or len(tensors) != 1
+            ):
                 break
             chain.append(v)
             v = tensors[0]
         if v not in self.table_of_value:
-            node = self.capture.nodes[self.origin[v]] if v in self.origin else None
-            name = next((i.name for i in self.capture.inputs if i.value.id == v), f"{node.module if node else ''}%{v}")
-            op = self.add(name=f"table.{name}", kind="table", target=node.op if node else name, dtype=self.dtype.get(v, "float32"),
-                          module=node.module if node else "", source=node.source if node else None, key=(v,))  # fmt: skip
+            made = self.capture.nodes[self.origin[v]] if v in self.origin else None
+            name = next((i.name for i in self.capture.inputs if i.value.id == v), f"{made.module if made else ''}%{v}")
+            op = self.add(name=f"table.{name}", kind="table", target=node.op if made else name, dtype=self.dtype.get(v, "float32"),
+                          module=node.module if made else "", source=node.source if made else None, key=(v,))  # fmt: skip
             self.table_of_value[v] = op.id
         ref = Ref(self.table_of_value[v]).rounded(self.dtype.get(v, "float32"))
         for u in reversed(chain):
@@ -109,14 +125,14 @@ class Tracer:
             first = next(iter(references(node.args, "v")))
             self.refs[outs[0].id] = tuple(r.rounded(outs[0].dtype) for r in self.edges(first))
         elif outs:
-            operands = tuple(e for a in self._operand_values(node) if (e := self.edges(a)))
+            operands = tuple(e for a in self.operand_values(node) if (e := self.edges(a)))
             op = self.add(name=f"%{outs[0].id}", kind="op", target=node.op, operands=operands, dtype=outs[0].dtype,
                           module=node.module, source=node.source, detail={"node": n})  # fmt: skip
             self.op_of_node[n] = op.id
             for o in outs:
                 self.refs[o.id] = (Ref(op.id).rounded(o.dtype),)
 
-    def _operand_values(self, node: Node) -> list[int]:
+    def operand_values(self, node: Node) -> list[int]:
         return [*references(node.args, "v"), *(v for a in node.kwargs.values() for v in references(a, "v"))]
 
     def _transparent(self, node: Node, outs: list[Any], tensors: list[int]) -> None:
@@ -160,7 +176,7 @@ class Tracer:
         operands = tuple(self.edges(v) for v in qkv)
         key = ("attention", *self._number(nearest_anchors(self.ops, operands)))
         op = self.add(name=f"%{outs[0].id}", kind="anchor", target="attention", operands=operands, dtype=outs[0].dtype, module=node.module,
-                      source=node.source, key=key, detail={"node": n, "parameters": {k: v for k, v in node.kwargs.items()}})  # fmt: skip
+                      source=node.source, key=key, detail={"node": n, "parameters": dict(node.kwargs.items())})  # fmt: skip
         self.op_of_node[n] = op.id
         for o in outs:
             self.refs[o.id] = (Ref(op.id).rounded(o.dtype),)

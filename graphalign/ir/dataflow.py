@@ -29,11 +29,11 @@ class Ref:
         roundings = self.roundings
         if dtype in LOW_PRECISION and (not roundings or roundings[-1] != dtype):
             roundings += (dtype,)
-        return Ref(self.producer, roundings, self.via + (via,) if via else self.via)
+        return Ref(self.producer, roundings, (*self.via, via) if via else self.via)
 
     def through(self, via: str) -> Ref:
         """The same edge, passing through a buffer without a rounding."""
-        return Ref(self.producer, self.roundings, self.via + (via,))
+        return Ref(self.producer, self.roundings, (*self.via, via))
 
 
 Operand = tuple[Ref, ...]

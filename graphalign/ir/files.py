@@ -74,7 +74,8 @@ def read_json(path: str | os.PathLike[str], model: type[Model], *, kind: str) ->
         first = e.errors()[0]
         at = ".".join(str(x) for x in first["loc"][:8])
         raise CaptureFileError(
-            f"{path} is not a valid {kind}: {first['msg']}", where=f"at {at or 'the top level'} ({e.error_count()} problem(s))",
+            f"{path} is not a valid {kind}: {first['msg']}",
+            where=f"at {at or 'the top level'} ({e.error_count()} problem(s))",
             hint="capture it again with this version of graphalign",
         ) from None
 
@@ -99,7 +100,9 @@ def load_raw(path: str | os.PathLike[str], *, kind: str) -> object:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as e:
-        raise CaptureFileError(f"{path} is not JSON: {e}", where=str(path), hint=f"give a {kind}, as `graphalign capture` writes it") from None
+        raise CaptureFileError(
+            f"{path} is not JSON: {e}", where=str(path), hint=f"give a {kind}, as `graphalign capture` writes it"
+        ) from None
 
 
 def _check_depth(text: str, path: object) -> None:

@@ -77,7 +77,11 @@ class Input(Frozen):
     name: str
     role: Literal["parameter", "symbol", "layer", "tensor", "other"]
     source: str = ""
-    """Parameter name, layer name, or the Dynamo placeholder's name for a run-time tensor (`input_ids`, `positions`, `s72`)."""
+    """Parameter name, layer name, or the Dynamo placeholder's name for a run-time tensor (`input_ids`, `positions`, `s72`).
+
+    For role `other`: the parameter whose packed form or handle it is (CPU GEMM weights), or the name of a recorded
+    table for a constant of the graph.
+    """
     dtype: str | None = None
     size: tuple[str, ...] = ()
     stride: tuple[str, ...] = ()
@@ -136,7 +140,11 @@ class Node(Frozen):
     reloaded: tuple[str, ...] = ()
     """Buffers that an earlier node of the same kernel stores and whose loads really read memory."""
     op: str = ""
-    """Qualified overload, `vllm.unified_attention_with_output.default` (kind extern)."""
+    """Qualified overload, `vllm.unified_attention_with_output.default` (kind extern).
+
+    `inductor.multi_output` picks one output of another extern call: args `self` (its buffer) and `indices` (path of
+    positions, empty if the call has one output).
+    """
     args: tuple[tuple[str, Any], ...] = ()
     """(schema argument name, encoded value) of an extern call; tensors are `{"b": buffer}`."""
     mutates: tuple[str, ...] = ()

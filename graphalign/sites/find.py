@@ -70,7 +70,16 @@ def pattern_of(module: str) -> str:
 
 
 class _Builder:
-    def __init__(self, pair: Pair, al: Alignment, comparison: Comparison, result: Check, namer: Namer, inference: InferenceGraph, training: TrainingGraph) -> None:
+    def __init__(
+        self,
+        pair: Pair,
+        al: Alignment,
+        comparison: Comparison,
+        result: Check,
+        namer: Namer,
+        inference: InferenceGraph,
+        training: TrainingGraph,
+    ) -> None:
         self.pair, self.al, self.comparison, self.check, self.namer = pair, al, comparison, result, namer
         self.inference, self.training = inference, training
         self.t, self.i = al.training, al.inference
@@ -86,7 +95,11 @@ class _Builder:
             target={**header.target, "simulated": header.simulated},
             regime=self.training.header.regime,
             versions={**self.training.header.versions, **header.versions},
-            model={**self.training.header.model, "engine_config_digest": header.model.get("config_digest"), "weights": header.model.get("weights")},
+            model={
+                **self.training.header.model,
+                "engine_config_digest": header.model.get("config_digest"),
+                "weights": header.model.get("weights"),
+            },
             compile=header.compile,
             simulated=header.simulated,
             groups=groups,
@@ -96,7 +109,13 @@ class _Builder:
             conflicting=self._findings("conflicting"),
             unpatchable=self._findings("unpatchable"),
             semantic=semantic,
-            tail=self._entries([("training", i, "behind the engine's compiled graph") for i in sorted(self.al.regions.tail) if self.t.ops[i].kind in ("op", "anchor")]),
+            tail=self._entries(
+                [
+                    ("training", i, "behind the engine's compiled graph")
+                    for i in sorted(self.al.regions.tail)
+                    if self.t.ops[i].kind in ("op", "anchor")
+                ]
+            ),
             stats=self._stats(groups, seconds),
             nodes=self._nodes(),
             notes=tuple(header.notes) + tuple(self.training.header.notes) + self._table_notes(),
@@ -160,7 +179,16 @@ class _Builder:
                 producer, consumer = self.i.ops[p.producer], self.i.ops[p.consumer]
                 kernel = consumer.where or consumer.name
                 pattern = (re.sub(r"_\d+$", "", kernel), producer.target, consumer.target)
-                out.setdefault(pattern, Evidence(layer=layer_of(self.t.ops[f.consumer].module), kernel=kernel, producer=producer.name, consumer=consumer.name, buffers=p.via))
+                out.setdefault(
+                    pattern,
+                    Evidence(
+                        layer=layer_of(self.t.ops[f.consumer].module),
+                        kernel=kernel,
+                        producer=producer.name,
+                        consumer=consumer.name,
+                        buffers=p.via,
+                    ),
+                )
         return tuple(list(out.values())[:4])
 
     # -- everything else ----------------------------------------------------------------------------------------------------
@@ -179,7 +207,7 @@ class _Builder:
             where = self._where(side, op) if side == "training" else pattern_of(op.module)
             grouped[side, op.target, where, why].append(op)
         return tuple(
-            Entry(side=side, what=what, where=where, reason=why, count=len(ops), names=tuple(o.name for o in ops[:8]), layers=_layers(ops))  # type: ignore[arg-type]
+            Entry(side=side, what=what, where=where, reason=why, count=len(ops), names=tuple(o.name for o in ops[:8]), layers=_layers(ops))
             for (side, what, where, why), ops in grouped.items()
         )
 
@@ -190,8 +218,15 @@ class _Builder:
             what = f"{_label(p)} → {_label(c)}[{f.slot}]"
             grouped[what, f"{self._where('training', p)} → {self._where('training', c)}", why].append(f)
         return tuple(
-            Entry(side="both", what=what, where=where, reason=why, count=len(fs), names=tuple(self.t.ops[f.consumer].name for f in fs[:8]),
-                  layers=_layers([self.t.ops[f.consumer] for f in fs]))  # fmt: skip
+            Entry(
+                side="both",
+                what=what,
+                where=where,
+                reason=why,
+                count=len(fs),
+                names=tuple(self.t.ops[f.consumer].name for f in fs[:8]),
+                layers=_layers([self.t.ops[f.consumer] for f in fs]),
+            )
             for (what, where, why), fs in grouped.items()
         )
 
@@ -204,7 +239,11 @@ class _Builder:
     def _unplaced(self, semantic: tuple[Entry, ...]) -> tuple[Entry, ...]:
         """Edges whose ends have no partner although the ops themselves are not listed."""
         listed = {i for side, i in self.comparison.leftover if side == "training"}
-        found = [(f, f.reason) for f in self.comparison.findings if f.verdict == "unplaced" and f.consumer not in listed and f.producer not in listed]
+        found = [
+            (f, f.reason)
+            for f in self.comparison.findings
+            if f.verdict == "unplaced" and f.consumer not in listed and f.producer not in listed
+        ]
         return self._finding_entries(found)
 
     def _unexplained(self) -> tuple[Entry, ...]:
@@ -219,7 +258,16 @@ class _Builder:
         for key, why in self.check.uncompared.items():
             op = self.t.ops[key[0]]
             if key not in parted:
-                out.append(Entry(side="both", what=f"operand {key[1]} of {op.target}", where=self._where("training", op), names=(op.name,), layers=_layers([op]), reason=f"not checked: {why}"))
+                out.append(
+                    Entry(
+                        side="both",
+                        what=f"operand {key[1]} of {op.target}",
+                        where=self._where("training", op),
+                        names=(op.name,),
+                        layers=_layers([op]),
+                        reason=f"not checked: {why}",
+                    )
+                )
         return tuple(out)
 
     def _semantic(self) -> tuple[Entry, ...]:
@@ -236,7 +284,15 @@ class _Builder:
             out[key].append(culprit)
             reasons.setdefault(key, reason)
         return tuple(
-            Entry(side="both", what=what, where=where, reason=reasons[what, where], count=len({o.id for o in ops}), names=tuple(dict.fromkeys(o.name for o in ops))[:8], layers=_layers(ops))
+            Entry(
+                side="both",
+                what=what,
+                where=where,
+                reason=reasons[what, where],
+                count=len({o.id for o in ops}),
+                names=tuple(dict.fromkeys(o.name for o in ops))[:8],
+                layers=_layers(ops),
+            )
             for (what, where), ops in out.items()
         )
 
@@ -259,7 +315,13 @@ class _Builder:
                 continue
             if ("training", i) in self.al.unsupported:
                 return x, None
-            aligned = all(self.t.ops[r.producer].kind != "op" or r.producer in self.al.partners or ("training", r.producer) in self.comparison.interior for o in x.operands for r in o)
+            aligned = all(
+                self.t.ops[r.producer].kind != "op"
+                or r.producer in self.al.partners
+                or ("training", r.producer) in self.comparison.interior
+                for o in x.operands
+                for r in o
+            )
             if aligned:
                 last = [self.t.ops[r.producer] for o in x.operands for r in o if r.producer in self.al.partners]
                 tail = f"; last joined: {', '.join(_label(y) + ' ' + y.name for y in last[:3])}" if last else ""
@@ -273,7 +335,11 @@ class _Builder:
         return f"; the table it reads differs from the engine's by up to {hit[0].worst:.1f} units in the last place" if hit else ""
 
     def _table_notes(self) -> tuple[str, ...]:
-        return tuple(f"table {self.t.ops[m.op].name} differs from every table of the engine (best: {m.worst:.1f} units in the last place)" for m in self.al.tables if not m.name)
+        return tuple(
+            f"table {self.t.ops[m.op].name} differs from every table of the engine (best: {m.worst:.1f} units in the last place)"
+            for m in self.al.tables
+            if not m.name
+        )
 
     # -- numbers and nodes -----------------------------------------------------------------------------------------------------
 

@@ -51,7 +51,9 @@ def load_group_rules(rules: Path) -> list[Rule]:
         try:
             found += [Rule.model_validate(x) for x in yaml.safe_load(path.read_text()) or []]
         except (yaml.YAMLError, ValidationError, TypeError, OSError) as e:
-            raise BadInputError(f"bad rule file {path.name}", where=str(e)[:400], hint="see CONTRIBUTING.md for the form of a rule") from None
+            raise BadInputError(
+                f"bad rule file {path.name}", where=str(e)[:400], hint="see CONTRIBUTING.md for the form of a rule"
+            ) from None
     return found
 
 
@@ -76,7 +78,11 @@ class Namer:
         return region.get(c.id, region.get(p.id, -1))
 
     def _end(self, op: Op) -> dict[str, set[str]]:
-        return {"kind": {self._kind(op)}, "op": {base(op.target)}, "reads": {self._kind(self.al.training.ops[r.producer]) for o in op.operands for r in o}}
+        return {
+            "kind": {self._kind(op)},
+            "op": {base(op.target)},
+            "reads": {self._kind(self.al.training.ops[r.producer]) for o in op.operands for r in o},
+        }
 
     def _kind(self, op: Op) -> str:
         if op.id in self.al.regions.sums:

@@ -30,7 +30,13 @@ def render_table(report: Report, console: Console) -> None:
     table.add_column("edges", justify="right")
     for group in report.groups:
         for n, site in enumerate(group.sites):
-            table.add_row(Text(group.name if n == 0 else ""), Text(_moves(site)), ranges(site.layers) or "final", Text(_place(site.consumer)), str(site.count))
+            table.add_row(
+                Text(group.name if n == 0 else ""),
+                Text(_moves(site)),
+                ranges(site.layers) or "final",
+                Text(_place(site.consumer)),
+                str(site.count),
+            )
         table.add_section()
     if report.groups:
         console.print(table)
@@ -67,7 +73,9 @@ def _summary(report: Report, console: Console) -> None:
     s, c = report.stats, report.stats["check"]
     line = Text()
     line.append(f"{s['sites']} edges in {sum(len(g.sites) for g in report.groups)} sites, {len(report.groups)} groups", style="bold")
-    line.append(f"; {s['training_paired']}/{s['training_ops']} training ops and {s['anchors']} anchors aligned, {sum(e.count for e in report.interior)} interior steps")
+    line.append(
+        f"; {s['training_paired']}/{s['training_ops']} training ops and {s['anchors']} anchors aligned, {sum(e.count for e in report.interior)} interior steps"
+    )
     console.print(line)
     if c["operands"]:
         console.print(

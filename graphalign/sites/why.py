@@ -23,7 +23,10 @@ def explain(report: Report, node: str) -> str:
     if not found:
         names = [n.name for n in report.nodes] + [s.id for g in report.groups for s in g.sites]
         near = difflib.get_close_matches(node, names, 5, 0.4)
-        raise BadInputError(f"no node or site is called {node!r}", hint=f"did you mean {', '.join(near)}?" if near else "give a node (%24, op31.mul_2), a site (rope.1), or part of a module path")
+        raise BadInputError(
+            f"no node or site is called {node!r}",
+            hint=f"did you mean {', '.join(near)}?" if near else "give a node (%24, op31.mul_2), a site (rope.1), or part of a module path",
+        )
     more = f"\n… and {len(found) - 40} more; be more specific" if len(found) > 40 else ""
     return "\n".join(_node(n) for n in found[:40]) + more
 
@@ -45,5 +48,8 @@ def _site(s: Site) -> str:
         f"  layers {', '.join(map(str, s.layers)) or 'none (outside the layers)'}",
         f"  left out, {s.effect:.1%} of the elements behind it differ from the engine's, in: {', '.join(s.reaches)}",
     ]
-    lines += [f"  evidence: {e.producer} → {e.consumer} in {e.kernel}" + (f" through {', '.join(e.buffers)}" if e.buffers else ", in registers") for e in s.evidence]
+    lines += [
+        f"  evidence: {e.producer} → {e.consumer} in {e.kernel}" + (f" through {', '.join(e.buffers)}" if e.buffers else ", in registers")
+        for e in s.evidence
+    ]
     return "\n".join(lines)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -19,15 +20,13 @@ def load_script() -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    import sys
-
     sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
 
 
 def capture_compiled(fn: Callable[..., Any], *args: Any, **options: Any) -> tuple[dict[str, Any], dict[str, Any], Any]:
-    """(the one graph that compiling and calling `fn` gives, bodies, recorder)."""
+    """(the one graph that compiling and calling `fn` gives, bodies, recorder with the call's `result`)."""
     import torch
 
     script = load_script()
@@ -36,7 +35,7 @@ def capture_compiled(fn: Callable[..., Any], *args: Any, **options: Any) -> tupl
     recorder.install()
     try:
         with torch.no_grad(), torch._inductor.config.patch({"force_disable_caches": True, **options}):
-            torch.compile(fn)(*args)
+            recorder.result = torch.compile(fn)(*args)
     finally:
         recorder.uninstall()
     assert len(recorder.graphs) == 1

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphalign.capture.compiled import qualified_name
+from graphalign.capture.compiled import qualified_name, rebase
 from graphalign.capture.recorder import anchor_scope, record
 from graphalign.capture.training import capture_training, record_forward, spread_ids, spread_positions
 from graphalign.errors import BadInputError, CaptureFailedError
@@ -104,6 +104,49 @@ def test_pass_through_compiled_code_is_recorded_as_it_runs(warm: bool) -> None:
     assert linear.source is not None
     assert recording.sources[linear.source].function == "Own.forward"
     torch._dynamo.reset()
+
+
+def test_one_compiled_graph_for_equal_layers_names_each_layer() -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.up(x) * 2
+            return out
+
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(8, 4)
+            self.layers = nn.ModuleList(Layer() for _ in range(3))
+
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            x: torch.Tensor = self.embed(input_ids)
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    torch._dynamo.reset()
+    model = Stack()
+    plain = record_forward(model)
+    for layer in model.layers:
+        layer.forward = torch.compile(layer.forward, backend="eager")  # type: ignore[method-assign]
+    compiled = record_forward(model)
+    assert [(n.op, n.module) for n in compiled.nodes] == [(n.op, n.module) for n in plain.nodes]
+    functions = [{g.sources[n.source].function for n in g.nodes if n.source is not None} for g in (plain, compiled)]
+    assert functions[0] == functions[1] == {Layer.forward.__qualname__, Stack.forward.__qualname__}
+    torch._dynamo.reset()
+
+
+def test_rebase() -> None:
+    names = frozenset({"m.layers.0.mlp", "m.layers.7.mlp", "m.layers.7", "head"})
+    assert rebase("m.layers.0.mlp", "m.layers.7", names) == "m.layers.7.mlp"
+    assert rebase("m.layers.0.mlp", "m.layers.0", names) == "m.layers.0.mlp"
+    assert rebase("m.layers.0.mlp", "", names) == "m.layers.0.mlp"
+    assert rebase("head", "m.layers.7", names) == "m.layers.7"
+    assert rebase("m.layers.0.gone", "m.layers.7", names) == "m.layers.7"
 
 
 def test_values_computed_out_of_sight_are_an_error() -> None:
