@@ -50,3 +50,11 @@ class UnsupportedOpError(GraphalignError):
 
 class AlignmentError(GraphalignError):
     """Nothing could be aligned at all. Zero matches is an error, not an empty result."""
+
+
+class PatchError(BadInputError):
+    """A patch that cannot be applied to this model: unmatched, ambiguous, overlapping or stale."""
+
+
+class PatchNotLiveError(GraphalignError, RuntimeError):
+    """A patched module ran without all its edits. Never ignored: the forward raises."""

@@ -134,6 +134,7 @@ def _cached(name: str, recipe: dict[str, Any], cache: Path, build: Callable[[Pat
         hint = "set XDG_CACHE_HOME to a folder you may write to"
         raise BadInputError(f"cannot write to {cache}: {e.strerror}", where=str(cache), hint=hint) from None
     try:
+        work.chmod(0o755)  # mkdtemp makes it private
         with _quietly():
             build(work)
         try:

@@ -11,6 +11,7 @@ from typing import Any
 from graphalign.align.align import Alignment, Pair, Progress, align, prepare
 from graphalign.align.check import EXACT, Check, Edit, check
 from graphalign.align.edges import Comparison, Finding, compare, text
+from graphalign.evaluate import aten
 from graphalign.ir.dataflow import Op
 from graphalign.ir.inference import InferenceGraph
 from graphalign.ir.training import Source, TrainingGraph
@@ -133,12 +134,16 @@ class _Builder:
                 self.refused.append((f, _why_refused(confirmation)))
                 continue
             p, c = self._end(f.producer), self._end(f.consumer, f.slot)
-            same[self.namer.name(f), f.verdict, p, c, f.training, f.inference].append(f)
+            here, there = layer_of(self.t.ops[f.consumer].module), layer_of(self.t.ops[f.producer].module)
+            distance = here - there if here is not None and there is not None else None
+            same[self.namer.name(f), f.verdict, p, c, f.training, f.inference, distance].append(f)
         named: dict[str, list[Site]] = defaultdict(list)
-        for (name, kind, p, c, training, inference), findings in same.items():
+        for (name, kind, p, c, training, inference, _), findings in same.items():
             shares = [self.check.confirmations[f.consumer, f.slot] for f in findings]
-            layers = tuple(sorted({n for f in findings if (n := layer_of(self.t.ops[f.consumer].module)) is not None}))
-            site = Site(id=f"{name}.{len(named[name]) + 1}", kind=kind, producer=p, consumer=c, training=training, inference=inference, layers=layers,
+            findings.sort(key=lambda f: layer_of(self.t.ops[f.consumer].module) or 0)
+            layers = tuple(n for f in findings if (n := layer_of(self.t.ops[f.consumer].module)) is not None)
+            producers = tuple(n for f in findings if (n := layer_of(self.t.ops[f.producer].module)) is not None)
+            site = Site(id=f"{name}.{len(named[name]) + 1}", kind=kind, producer=p, consumer=c, training=training, inference=inference, layers=layers, producer_layers=producers,
                         evidence=self._evidence(findings), effect=sum(s.share for s in shares) / len(shares),
                         reaches=tuple(dict.fromkeys(pattern_of(r) for s in shares for r in s.changed)), count=len(findings))  # fmt: skip
             named[name].append(site)
@@ -150,13 +155,15 @@ class _Builder:
         return tuple(out)
 
     def _number(self) -> dict[int, int]:
-        seen: Counter[tuple[str, Any, str]] = Counter()
-        out = {}
-        for op in self.t.ops:
-            key = (op.module, op.source, op.target)
-            out[op.id] = seen[key]
+        """Ordinal of every op among equal ATen ops of the same function and module, over all nodes that ran."""
+        seen: Counter[tuple[str, str, str]] = Counter()
+        ordinal: dict[int, int] = {}
+        for n, node in enumerate(self.training.nodes):
+            function = self.training.sources[node.source].function if node.source is not None else ""
+            key = (node.module, function, aten.base(node.op))
+            ordinal[n] = seen[key]
             seen[key] += 1
-        return out
+        return {op.id: ordinal.get(op.detail.get("node", -1), 0) for op in self.t.ops}
 
     def _end(self, op_id: int, slot: int | None = None) -> End:
         op = self.t.ops[op_id]

@@ -29,7 +29,7 @@ class End(Frozen):
     text: str = ""
     """The source expression."""
     ordinal: int = 0
-    """Which one, among ops of the same module and expression."""
+    """Which one, among equal ATen ops that the same function runs in the same module, in execution order."""
     operand: int | None = None
     """Consumers only: which tensor operand of the op reads the value."""
 
@@ -57,6 +57,8 @@ class Site(Frozen):
     inference: tuple[str, ...]
     layers: tuple[int, ...]
     """Layers of the consumer; empty if it is outside the layers (the final norm)."""
+    producer_layers: tuple[int, ...]
+    """Layers of the producer, one for each of `layers` (one if that is empty); empty if it is outside the layers."""
     evidence: tuple[Evidence, ...]
     """One per distinct kernel pattern, at most four."""
     effect: float

@@ -1,0 +1,101 @@
+"""From a report to a patch spec."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from graphalign.errors import BadInputError
+from graphalign.evaluate.aten import base
+from graphalign.patch.spec import Edit, Group, Key, PatchSpec, Skipped, parse_layers
+from graphalign.sites.report import End, Report, Site
+from graphalign.sites.table import ranges
+
+
+def make_spec(
+    report: Report,
+    *,
+    only: Iterable[str] = (),
+    without: Iterable[str] = (),
+    layers: str = "",
+    captures: Mapping[str, str] | None = None,
+) -> PatchSpec:
+    """The edits that make the training model round where inference rounds.
+
+    Args:
+        report: the result of a diff.
+        only: group names to take; all if empty.
+        without: group names to leave out.
+        layers: layers to patch, `0-11`; all if empty (edits outside the layers are then included).
+        captures: digests of both captures.
+
+    Raises:
+        BadInputError: the report has a semantic divergence, or a group that does not exist is named.
+    """
+    if report.semantic:
+        raise BadInputError(
+            "the two sides compute different functions; rounding cannot be aligned before they agree",
+            where=report.semantic[0].where,
+            hint="`graphalign why` names the op where they part",
+        )
+    names = {g.name for g in report.groups}
+    for name in (*only, *without):
+        if name not in names:
+            raise BadInputError(f"there is no group {name!r}", hint=f"groups here: {', '.join(sorted(names)) or 'none'}")
+    chosen = {n for n in names if (not only or n in set(only)) and n not in set(without)}
+    wanted = set(parse_layers(layers)) if layers else None
+    groups, skipped = [], []
+    for g in sorted(report.groups, key=lambda g: g.name):
+        if g.name not in chosen:
+            continue
+        edits = []
+        for site in g.sites:
+            why = _unsupported(site)
+            if why:
+                skipped.append(Skipped(site=site.id, reason=why))
+            elif (edit := _edit(site, wanted)) is not None:
+                edits.append(edit)
+        if edits:
+            groups.append(Group(name=g.name, edits=tuple(edits)))
+    model = {k: report.model[k] for k in ("architecture", "config_digest", "layers") if k in report.model}
+    return PatchSpec(
+        simulated=report.simulated,
+        target=report.target,
+        regime=report.regime,
+        versions=report.versions,
+        compile=report.compile,
+        model=model,
+        sources=report.model.get("sources", {}),
+        captures=dict(captures or {}),
+        groups=tuple(groups),
+        skipped=tuple(skipped),
+    )
+
+
+def _edit(site: Site, wanted: set[int] | None) -> Edit | None:
+    pairs = (
+        list(zip(site.layers, site.producer_layers, strict=False))
+        if len(site.producer_layers) == len(site.layers)
+        else [(n, None) for n in site.layers]
+    )
+    if wanted is not None:
+        pairs = [(c, p) for c, p in pairs if c in wanted]
+        if not pairs:
+            return None
+    layers = tuple(c for c, _ in pairs)
+    producers = tuple(p for _, p in pairs if p is not None) if site.layers else site.producer_layers
+    fmt = site.training[-1] if site.kind == "keep" else site.inference[-1]
+    return Edit(kind=site.kind, format=fmt, producer=_key(site.producer), consumer=_key(site.consumer), operand=site.consumer.operand or 0,
+                layers=ranges(layers), producer_layers=ranges(producers))  # fmt: skip
+
+
+def _key(end: End) -> Key:
+    return Key(
+        module=end.module, function=end.function, op=base(end.op), ordinal=end.ordinal, text=" ".join(end.text.split()), file=end.file
+    )
+
+
+def _unsupported(site: Site) -> str:
+    for end in (site.producer, site.consumer):
+        if not end.function and end.op not in ("parameter", "table"):
+            return f"the source of {end.op} in {end.module} is not known"
+    return ""
