@@ -101,11 +101,13 @@ def check_same_model(inference: InferenceGraph, training: TrainingGraph) -> None
 def choose_positions(inference: InferenceGraph, tokens: int, shift: int) -> tuple[int, ...]:
     """`tokens` positions spread over the whole range, all of them recorded rows of the engine's tables.
 
-    `shift` picks another set, for the check.
+    Tables of fewer rows (a scalar multiplier) are not indexed by position. `shift` picks another set, for the check.
     """
     rows: set[int] | None = None
     for t in inference.tables:
-        rows = set(t.rows) if rows is None else rows & set(t.rows)
+        if len(t.rows) >= tokens:
+            both = set(t.rows) if rows is None else rows & set(t.rows)
+            rows = both if len(both) >= tokens else rows
     available = sorted(rows or [])
     if len(available) < tokens:
         top = int(inference.header.model.get("max_position_embeddings") or 2048)
@@ -126,7 +128,8 @@ def align(pair: Pair, progress: Progress | None = None) -> Alignment:
     arithmetic = pair.arithmetic(SEED)
     say("evaluate", 0.0)
     native = run_training.native_constants(pair.capture_t, pair.training, arithmetic)
-    snapped, matches = snap(pair.capture_i, pair.training, native, arithmetic.positions)
+    computed = run_inference.computed_tables(pair.capture_i, pair.inference, arithmetic)
+    snapped, matches = snap(pair.capture_i, pair.training, native, arithmetic.positions, computed)
     sums = _Sums(arithmetic, regions)
     run_t = run_training.Run(pair.capture_t, pair.training, arithmetic, snapped=snapped, replace=sums.on_training).run()
     say("evaluate", 0.5)
@@ -238,7 +241,7 @@ def _match_sources(flow_t: Dataflow, flow_i: Dataflow, partners: dict[int, list[
                 by_key["parameter", checkpoint].append(op.id)
         elif op.kind == "table":
             by_key["table", op.key[0]].append(op.id)
-    found = {m.op: m.name for m in tables if m.name}
+    found = {m.op: set(m.names) for m in tables if m.name}
     for op in flow_t.ops:
         if op.kind == "anchor":
             partners[op.id] += by_key.get(op.key, [])
@@ -246,7 +249,7 @@ def _match_sources(flow_t: Dataflow, flow_i: Dataflow, partners: dict[int, list[
             partners[op.id] += by_key.get(("parameter", op.key[0]), [])
         elif op.kind == "table" and op.id in found:
             # equal tables of different layers are one table to the value join
-            partners[op.id] += [i for (kind, *_), ids in by_key.items() if kind == "table" for i in ids]
+            partners[op.id] += [i for (kind, name, *_), ids in by_key.items() if kind == "table" and name in found[op.id] for i in ids]
 
 
 def _assign(out: Alignment, run_i: run_inference.Run, sums: _Sums, partners: dict[int, list[int]], regions: Regions) -> None:
@@ -300,7 +303,27 @@ def _join_regions(
             if x is not None and i not in held_sums and x.data.is_floating_point():
                 join.key(x.id, x.data)
                 candidates[x.id].append(i)
-        partners[t] += join.partners(val.id, dict(candidates))
+        held = join.partners(val.id, dict(candidates))
+        parts = {i for i in held if not join.inside(val.id, run_i.values[i].id)}
+        partners[t] += [i for i in held if i not in parts or not _computed_from(out.inference, i, set(held) - {i})]
+
+
+def _computed_from(flow: Dataflow, op: int, goal: set[int]) -> bool:
+    """Whether an op depends on one of `goal` through ops: a row maximum is made of its operand's elements, but is another value."""
+    if not goal:
+        return False
+    floor = min(goal)
+    seen: set[int] = set()
+    todo = [r.producer for operand in flow.ops[op].operands for r in operand]
+    while todo:
+        i = todo.pop()
+        if i in goal:
+            return True
+        if i < floor or i in seen or flow.ops[i].kind != "op":
+            continue
+        seen.add(i)
+        todo += [r.producer for operand in flow.ops[i].operands for r in operand]
+    return False
 
 
 def _match_operands(out: Alignment, run_t: run_training.Run, run_i: run_inference.Run, join: Join) -> None:

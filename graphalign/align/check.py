@@ -73,7 +73,8 @@ class Checker:
         self.pair = pair
         self.arithmetic = pair.arithmetic(CHECK_SEED, rounds=True, per_layer=True, shift=1)
         native = run_training.native_constants(pair.capture_t, pair.training, self.arithmetic)
-        self.snapped, _ = snap(pair.capture_i, pair.training, native, self.arithmetic.positions)
+        computed = run_inference.computed_tables(pair.capture_i, pair.inference, self.arithmetic)
+        self.snapped, _ = snap(pair.capture_i, pair.training, native, self.arithmetic.positions, computed)
         self.inference = run_inference.Run(pair.capture_i, pair.inference, self.arithmetic).run()
         self.partner = self._anchors()
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import networkx as nx
 
 from graphalign.evaluate.aten import base
-from graphalign.ir.dataflow import Dataflow, Op
+from graphalign.ir.dataflow import Dataflow, Op, Operand
 
 
 @dataclass(frozen=True)
@@ -30,15 +30,29 @@ def residual_sums(flow: Dataflow) -> frozenset[int]:
     """Additions of two activations of which one was computed, through an anchor, from what the other one carries.
 
     That is the residual stream, found by its shape in the graph: a path around an anchor that joins the path through it.
+    Of a sum of several terms (`residual + attention + mlp`) only the whole is one: its partial sums are read by nothing
+    else, and the other side may add the terms in another order.
     """
+    consumers = flow.consumers()
+    adds = {op.id for op in flow.ops if op.kind == "op" and base(op.target) in ("add", "sub") and len(op.operands) == 2}
+    inner = {i for i in adds if len(consumers.get(i, ())) == 1 and consumers[i][0][0] in adds}
     found: set[int] = set()
-    for op in flow.ops:
-        if op.kind != "op" or base(op.target) not in ("add", "sub") or len(op.operands) != 2:
-            continue
-        heads = [{r.producer for r in operand} for operand in op.operands]
-        if any(_reaches_through_anchor(flow, heads[i], heads[1 - i]) for i in (0, 1)):
-            found.add(op.id)
+    for i in sorted(adds - inner):
+        heads = [{r.producer for r in operand} for operand in _leaves(flow, i, inner)]
+        if any(_reaches_through_anchor(flow, a, b) for a in heads for b in heads if a is not b):
+            found.add(i)
     return frozenset(found)
+
+
+def _leaves(flow: Dataflow, op: int, inner: set[int]) -> list[Operand]:
+    """The terms of a sum: its operands, those of its partial sums in their place."""
+    out: list[Operand] = []
+    for operand in flow.ops[op].operands:
+        if len(operand) == 1 and operand[0].producer in inner:
+            out += _leaves(flow, operand[0].producer, inner)
+        else:
+            out.append(operand)
+    return out
 
 
 def _reaches_through_anchor(flow: Dataflow, start: set[int], goal: set[int]) -> bool:

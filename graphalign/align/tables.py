@@ -23,50 +23,92 @@ class TableMatch:
     """The engine's table, empty if none matched."""
     worst: float
     """Largest difference, in units of the format's rounding, over the positions compared."""
+    names: tuple[str, ...] = ()
+    """All the engine's tables that hold the matched values: layers often have a copy each."""
 
 
 def snap(
-    capture: InferenceGraph, tracer: Tracer, native: dict[int, torch.Tensor], positions: tuple[int, ...]
+    capture: InferenceGraph,
+    tracer: Tracer,
+    native: dict[int, torch.Tensor],
+    positions: tuple[int, ...],
+    computed: dict[str, torch.Tensor] | None = None,
 ) -> tuple[dict[int, torch.Tensor], list[TableMatch]]:
     """Replace each training table by the engine's values where they agree up to the engine's storage format.
 
     A training column is matched to an engine column by its values at all positions, so a column that happens to agree at
     one position does not match. Columns are matched as magnitudes' vectors in the same order of positions.
+    A table that has no positions (a scalar multiplier) is matched element by element to one of the same size that is recorded whole.
 
     Args:
         capture: the inference side, with recorded rows.
         tracer: the traced training side; its `table_of_value` lists the tables.
         native: what the trainer computed, by value id.
         positions: the positions evaluated, one per token.
+        computed: tables that the engine's kernels compute, at these positions, by op name.
 
     Returns:
         Op index to float64 values that both sides use, and one match per table.
     """
     snapped: dict[int, torch.Tensor] = {}
     matches: list[TableMatch] = []
-    engine = [(t, rows) for t in capture.tables if (rows := _rows(t, positions)) is not None]
+    by_position = [((t.name,), t.dtype, rows) for t in capture.tables if (rows := _rows(t, positions)) is not None]
+    by_position += _distinct(computed or {}, len(positions))
+    whole = [(t, data) for t in capture.tables if (data := _whole(t)) is not None]
     for value, op in tracer.table_of_value.items():
         data = native.get(value)
         if data is None or not data.is_floating_point() or data.numel() == 0:
             continue
+        best: tuple[float, torch.Tensor] | None = None
+        names: list[str] = []
         axis = next((d for d, n in enumerate(data.shape) if n == len(positions)), None)
-        if axis is None:
-            continue
-        columns = data.double().movedim(axis, 0).reshape(len(positions), -1)
-        best: tuple[float, Table, torch.Tensor] | None = None
-        for table, rows in engine:
-            worst, picked = _match(columns, rows, table.dtype)
+        candidates: list[tuple[tuple[str, ...], float, torch.Tensor]] = []
+        if axis is not None:
+            moved = data.double().movedim(axis, 0)
+            columns = moved.reshape(len(positions), -1)
+            for named, dtype, rows in by_position:
+                worst, picked = _match(columns, rows, dtype)
+                candidates.append((named, worst, picked.view(moved.shape).movedim(0, axis).contiguous()))
+        for table, content in whole:
+            if content.numel() == data.numel():
+                candidates.append(((table.name,), _distance(data.double().reshape(-1), content, table.dtype), content.view(data.shape)))
+        for _, worst, picked in candidates:
             if best is None or worst < best[0]:
-                best = worst, table, picked
+                best = worst, picked
         if best is None:
             continue
         if best[0] <= 1.0:
-            shape = data.movedim(axis, 0).shape
-            snapped[op] = best[2].view(shape).movedim(0, axis).contiguous()
-            matches.append(TableMatch(op, best[1].name, best[0]))
+            names = [n for named, worst, picked in candidates if worst <= 1.0 and torch.equal(picked, best[1]) for n in named]
+            snapped[op] = best[1]
+            matches.append(TableMatch(op, names[0], best[0], tuple(names)))
         else:
             matches.append(TableMatch(op, "", best[0]))
     return snapped, matches
+
+
+def _distinct(computed: dict[str, torch.Tensor], tokens: int) -> list[tuple[tuple[str, ...], str, torch.Tensor]]:
+    """Computed tables as rows by position, equal ones (layers') together: (names, format, [tokens, width])."""
+    found: dict[bytes, tuple[list[str], torch.Tensor]] = {}
+    for name, data in computed.items():
+        axis = next((d for d, n in enumerate(data.shape) if n == tokens), None)
+        if axis is None or not data.is_floating_point() or not bool(torch.isfinite(data).all()):
+            continue
+        rows = data.movedim(axis, 0).reshape(tokens, -1).contiguous()
+        found.setdefault(rows.numpy().tobytes(), ([], rows))[0].append(name)
+    return [(tuple(names), "float32", rows) for names, rows in found.values()]
+
+
+def _whole(table: Table) -> torch.Tensor | None:
+    """A table's content, flat, if all of it is recorded."""
+    if len(table.rows) < (table.shape[0] if table.shape else 1):
+        return None
+    return torch.frombuffer(bytearray(base64.b64decode(table.values)), dtype=torch.float32).double()
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor, dtype: str) -> float:
+    """The worst difference in units of last place of the engine's format."""
+    unit = 2 * EPSILON.get(dtype, 2.0**-21)
+    return float(((a - b).abs() / (torch.maximum(a.abs(), torch.tensor(2.0**-10, dtype=torch.float64)) * unit)).max())
 
 
 def _rows(table: Table, positions: tuple[int, ...]) -> torch.Tensor | None:

@@ -57,6 +57,8 @@ class Run:
     operands: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     """Operands of anchors and outputs: (op, slot) to a flat or shaped tensor in the buffer's layout."""
     unsupported: dict[int, str] = field(default_factory=dict)
+    only: set[tuple[int, str]] | None = None
+    """Evaluate these loop nodes (graph, name) only; everything else stays unknown."""
     _nodes: dict[Any, dict[str, Val | str]] = field(default_factory=dict)
     _stored: dict[Any, list[tuple[str, torch.Tensor, torch.Tensor, str, int]]] = field(default_factory=dict)
     _numbers: dict[Any, int] = field(default_factory=dict)
@@ -80,10 +82,14 @@ class Run:
         self.live: dict[str, Storage] = {}
         for kernel in graph.kernels:
             for node in kernel.nodes:
+                if self.only is not None and (g, node.name) not in self.only:
+                    continue
                 if node.kind == "loop":
                     self._loop(node)
                 else:
                     self._anchor(node)
+        if self.only is not None:
+            return
         for op in self.tracer.ops:
             if op.kind == "output" and op.key[0] == g:
                 self.operands[op.id, 0] = self._contents(op.key[1])
@@ -294,6 +300,23 @@ class Run:
         return _Interpreter(self, body, binding, node).run()
 
 
+def single(x: Any) -> Any:
+    """A floating operand in FP32: what depends on positions and tables only is computed as the engine computes it."""
+    return x.float() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
+
+def computed_tables(capture: InferenceGraph, tracer: Tracer, arithmetic: Arithmetic) -> dict[str, torch.Tensor]:
+    """The tables that the engine's kernels compute from positions (rotary cosines in some models).
+
+    Returns:
+        Name of the table's op to its float64 content, in the kernel's own layout. Empty if there are none.
+    """
+    if not tracer.computed:
+        return {}
+    run = Run(capture, tracer, arithmetic, only=set(tracer.computed.values())).run()
+    return {tracer.ops[i].name: run.values[i].data for i in tracer.computed if i in run.values}
+
+
 @dataclass
 class _Interpreter:
     run_: Run
@@ -417,18 +440,19 @@ class _Interpreter:
         if any(o is None for o in operands):
             self.results[prefix + name] = "an operand could not be evaluated"
             return None
-        result = loop_ops.apply(target, operands)
+        constant = (self.run_.g, self.node.name, prefix + name) in self.run_.tracer.constant
+        result = loop_ops.apply(target, [single(o) for o in operands] if constant else operands)
         if result is None:
             self.results[prefix + name] = f"loop op {target} is not known"
             env[name] = None
             return None
-        env[name] = self.keep(prefix + name, result)
+        env[name] = self.keep(prefix + name, result.double() if constant and result.is_floating_point() else result, constant)
         return env[name]
 
-    def keep(self, name: str, data: torch.Tensor) -> torch.Tensor:
+    def keep(self, name: str, data: torch.Tensor, constant: bool = False) -> torch.Tensor:
         run = self.run_
         val = run.arithmetic.new(data)
-        if run.replace is not None and data.is_floating_point():
+        if run.replace is not None and data.is_floating_point() and not constant:
             val = run.replace(val)
         self.results[name] = val
         self.identities[id(val.data)] = val.id

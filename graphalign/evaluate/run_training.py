@@ -70,7 +70,7 @@ class Run:
             if op.kind == "anchor":
                 self._record_operands(op, node)
                 shape = tuple(node.outputs[0].shape) if node.outputs and node.outputs[0] else ()
-                val = self._anchor(op, shape)
+                val = self._anchor(op, shape, node)
                 self.values[op_id] = val
                 self.env.update((o, val) for o in outs)
             else:
@@ -80,7 +80,13 @@ class Run:
                 self.operands[op.id, 0] = result.data
         return self
 
-    def _anchor(self, op: Op, shape: tuple[int, ...]) -> Val:
+    def _anchor(self, op: Op, shape: tuple[int, ...], node: Node) -> Val:
+        if op.target == "attention" and aten.base(node.op) in aten.ATTENTIONS and len(shape) == 4:
+            # the kernel gives [batch, heads, tokens, size]; an anchor's values are token-major on both sides
+            b, h, t, d = shape
+            val = self.arithmetic.anchor(anchor_name(op.key), (b, t, h, d), op.dtype)
+            key = ("heads first", val.id)
+            return self.arithmetic.intern(key) or self.arithmetic.put(key, val.data.transpose(1, 2))
         return self.arithmetic.anchor(anchor_name(op.key), shape, op.dtype)
 
     def _record_operands(self, op: Op, node: Node) -> None:
@@ -145,10 +151,15 @@ class Run:
         if table is not None and table in self.snapped:
             return self.arithmetic.new(self.snapped[table])
         data = self.native[v]
-        if table is None and v in self.node_of and any(u in self.tracer.table_of_value for u in self._ancestors(v)):
+        if self._cast_of_table(v):
             return self._transparent(v, self.node_of[v], self.value, rounds=True)
         data = data.double() if data.is_floating_point() else data
         return self.arithmetic.new(data)
+
+    def _cast_of_table(self, v: int) -> bool:
+        """Whether a constant is a cast or view of a table, not a table itself."""
+        tables = self.tracer.table_of_value
+        return v not in tables and v in self.node_of and any(u in tables for u in self._ancestors(v))
 
     def _ancestors(self, v: int) -> Iterable[int]:
         while v in self.node_of and aten.base(self.capture.nodes[self.node_of[v]].op) in aten.TRANSPARENT:
@@ -165,7 +176,7 @@ class Run:
         first = self.capture.nodes[n].outputs[0] if op is not None else None
         if op is not None and first is not None and first.id == v:
             return self.values[op].data
-        if n < 0 or op is not None or v in self.native:
+        if n < 0 or op is not None or (v in self.native and not self._cast_of_table(v)):
             return self.value(v).data
         return self._transparent(v, n, lambda u: Val(-1, self._unrounded(u)), rounds=False).data
 

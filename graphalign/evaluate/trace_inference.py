@@ -30,7 +30,9 @@ class _Slot:
 
     refs: Operand = ()
     indexing: bool = True
-    """Depends on loop indices and constants only."""
+    """Depends on loop indices, constants, run-time inputs and tables only."""
+    made: str = ""
+    """The op of the body that computed it from run-time inputs or tables (rotary angles): a table, once something reads it."""
 
 
 @dataclass
@@ -45,6 +47,10 @@ class Tracer:
     """(graph, node, op of its body) to op index, for the evaluator."""
     sources: dict[tuple[int, str], int] = field(default_factory=dict)
     """(graph, input name) to op index."""
+    constant: set[tuple[int, str, str]] = field(default_factory=set)
+    """(graph, node, op of its body) of what depends on run-time inputs and tables only: the engine computes it in FP32."""
+    computed: dict[int, tuple[int, str]] = field(default_factory=dict)
+    """Op index of a table that a kernel computes to (graph, node)."""
     _occurrences: dict[tuple[Any, ...], int] = field(default_factory=dict)
 
     def run(self) -> Dataflow:
@@ -162,18 +168,19 @@ class Tracer:
             buffer = _bound(args[0], binding)
             refs = self.register[buffer] if buffer in node.forwarded and buffer in self.register else self.read(g, buffer)
             refs = tuple(r.through(buffer) if buffer in self.buffers else r for r in refs)
-            slot = _Slot(refs, indexing=all(self.ops[r.producer].kind == "input" for r in refs))
+            slot = _Slot(refs, indexing=all(self.ops[r.producer].kind in ("input", "table") for r in refs))
         elif target in ("store", "store_reduction"):
             buffer = _bound(args[0], binding)
-            self.write(buffer, flat[-1].refs if flat else ())
+            stored = self.buffers.get(buffer)
+            floating = stored is None or (stored.dtype or "float").startswith(("float", "bfloat"))
+            self.write(buffer, (self._edges(g, kernel, node, flat[-1]) if floating else flat[-1].refs) if flat else ())
             return flat[-1] if flat else None
         elif target == "to_dtype":
             dtype = next((a["dtype"] for a in args if isinstance(a, dict) and "dtype" in a), "float32")
-            rounds = kwargs.get("use_compute_types", True) is False
-            slot = _Slot(
-                tuple(r.rounded(dtype) for r in flat[0].refs) if rounds and flat else (flat[0].refs if flat else ()),
-                flat[0].indexing if flat else True,
-            )
+            rounds = kwargs.get("use_compute_types", True) is False and dtype in LOW_PRECISION
+            slot = flat[0] if flat else _Slot()
+            if rounds:
+                slot = _Slot(tuple(r.rounded(dtype) for r in self._edges(g, kernel, node, slot)), slot.indexing)
         elif target in ("neg", "identity", "getitem"):
             slot = flat[0]
             if target == "getitem" and flat and not flat[0].indexing:
@@ -181,20 +188,44 @@ class Tracer:
         elif target.startswith("masked_subblock"):
             inner = subresults.get(target, _Slot())
             mask_is_index = all(s.indexing for s in flat)
-            slot = _Slot(inner.refs, inner.indexing and mask_is_index)
+            slot = _Slot(inner.refs, inner.indexing and mask_is_index, inner.made)
             if not mask_is_index:
-                slot = self._compute(g, kernel, node, prefix + name, "masked", [*[s.refs for s in flat], inner.refs])
+                slot = self._compute(g, kernel, node, prefix + name, "masked", [*flat, inner])
         elif target == "where" and len(operands) == 3 and all(s.indexing for s in operands[0]):
             picked = [s for o in operands[1:] for s in o]
-            slot = _Slot(_merge((), tuple(r for s in picked for r in s.refs)), all(s.indexing for s in picked))
+            if any(s.made for s in picked) and all(s.indexing for s in picked):
+                slot = self._constant(g, node, prefix + name, picked)
+            else:
+                edges = tuple(r for s in picked for r in self._edges(g, kernel, node, s))
+                slot = _Slot(_merge((), edges), all(s.indexing for s in picked))
         elif all(s.indexing for s in flat):
-            slot = _Slot(tuple(r for s in flat for r in s.refs), True)
+            slot = self._constant(g, node, prefix + name, flat)
         else:
-            slot = self._compute(g, kernel, node, prefix + name, _target(target, args), [s.refs for s in flat])
+            slot = self._compute(g, kernel, node, prefix + name, _target(target, args), flat)
         env[name] = slot
         return slot
 
-    def _compute(self, g: int, kernel: str, node: Node, name: str, target: str, operands: Iterable[Operand]) -> _Slot:
+    def _constant(self, g: int, node: Node, name: str, slots: list[_Slot]) -> _Slot:
+        refs = _merge((), tuple(r for s in slots for r in s.refs))
+        if not refs:
+            return _Slot()
+        self.constant.add((g, node.name, name))
+        return _Slot(refs, True, name)
+
+    def _edges(self, g: int, kernel: str, node: Node, slot: _Slot) -> Operand:
+        """What a reader of a slot gets; a value computed from tables and inputs becomes a table producer of its own."""
+        if not slot.made:
+            return slot.refs
+        if (g, node.name, slot.made) not in self.ids:
+            name = f"{node.name}.{slot.made}" + (f"@{g}" if g else "")
+            op = self.add(name=name, kind="table", target=slot.made.rsplit(".", 1)[-1], module=node.module, source=node.source or None,
+                          where=kernel, key=(name,))  # fmt: skip
+            self.ids[g, node.name, slot.made] = op.id
+            self.computed[op.id] = (g, node.name)
+        return (Ref(self.ids[g, node.name, slot.made]),)
+
+    def _compute(self, g: int, kernel: str, node: Node, name: str, target: str, slots: Iterable[_Slot]) -> _Slot:
+        operands = [self._edges(g, kernel, node, s) for s in slots]
         op = self.add(name=f"{node.name}.{name}", kind="op", target=target, operands=tuple(o for o in operands if o),
                       module=node.module, source=node.source or None, where=kernel)  # fmt: skip
         self.ids[g, node.name, name] = op.id

@@ -72,11 +72,9 @@ def make_spec(
 
 
 def _edit(site: Site, wanted: set[int] | None) -> Edit | None:
-    pairs = (
-        list(zip(site.layers, site.producer_layers, strict=False))
-        if len(site.producer_layers) == len(site.layers)
-        else [(n, None) for n in site.layers]
-    )
+    matched = len(site.producer_layers) == len(site.layers)
+    producers_of: list[int | None] = list(site.producer_layers) if matched else [None] * len(site.layers)
+    pairs = list(zip(site.layers, producers_of, strict=True))
     if wanted is not None:
         pairs = [(c, p) for c, p in pairs if c in wanted]
         if not pairs:

@@ -81,7 +81,7 @@ class _Emulator:
                 slots[k] = (op.id, slot)
                 slot += 1
         if node.op in GEMMS:
-            self._gemm(node, refs, slots)
+            self._gemm(node, refs)
             return
         kept = any(s in self.keep for s in slots.values())
         args = [self.wide[v] if slots.get(k) in self.keep else self.stored[v] for k, v in enumerate(refs)]
@@ -90,11 +90,9 @@ class _Emulator:
         native = wide if kept else _call(node, args)
         self._put(node, native, wide)
 
-    def _gemm(self, node: Node, refs: list[int], slots: dict[int, tuple[int, int]]) -> None:
-        names = {i.value.id: i.name for i in self.case.training.inputs}
+    def _gemm(self, node: Node, refs: list[int]) -> None:
         tensors = [self.stored[v] for v in refs]
         owner = next(n for n, p in self.case.module.named_parameters() if any(t.data_ptr() == p.data_ptr() for t in tensors))
-        del names
         x = tensors[0]
         self.out.operands.append((owner, x))
         call = self.calls[owner]

@@ -65,10 +65,11 @@ class Case:
     report: Report
 
     def edges(self) -> set[str]:
-        """The sites in words: `keep mul → add[0]`, with the module where it is not the root."""
-        return {self._say(f) for f in self.sites}
+        """The sites in words: `keep mul → add[0]`."""
+        return {self.words(f) for f in self.sites}
 
-    def _say(self, f: Finding) -> str:
+    def words(self, f: Finding) -> str:
+        """A finding in words."""
         t = self.pair.flow_t.ops
         return f"{f.verdict} {_word(t[f.producer].target)} → {_word(t[f.consumer].target)}[{f.slot}]"
 
@@ -157,8 +158,10 @@ def capture_engine(module: nn.Module, inputs: dict[str, torch.Tensor], **options
         world.parameters[name]["segments"] = [{"checkpoint": name, "dim": 0, "start": 0, "length": p.shape[0], "index": []}]
     recorder = script.Recorder(world)
     recorder.install()
+    # One compile thread: a pool of compiling processes costs more than these few kernels.
+    settings = {"force_disable_caches": True, "compile_threads": 1, **options}
     try:
-        with torch.no_grad(), torch._inductor.config.patch({"force_disable_caches": True, **options}), watch_gemms(module) as truth:
+        with torch.no_grad(), torch._inductor.config.patch(settings), watch_gemms(module) as truth:
             truth.output = torch.compile(module)(**inputs).clone()
     finally:
         recorder.uninstall()

@@ -1,0 +1,201 @@
+"""`graphalign.apply`: a patch spec on a live model."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections import Counter
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from graphalign.capture.frames import file_digest, relative_file
+from graphalign.errors import PatchError
+from graphalign.patch.spec import PatchSpec, load
+from graphalign.rewrite.live import ORIGINAL, patched_class
+from graphalign.rewrite.units import UnitEdit, edits_by_unit, find_units
+
+log = logging.getLogger("graphalign")
+
+
+class Patched:
+    """A model with a patch on it. A context manager: the patch comes off at the end."""
+
+    def __init__(self, model: nn.Module, spec: PatchSpec, swapped: list[tuple[nn.Module, type[nn.Module], type[nn.Module]]]) -> None:
+        self.model, self.spec = model, spec
+        self._swapped = swapped
+
+    def undo(self) -> None:
+        """Put the stock classes back. Safe to call twice.
+
+        Raises:
+            PatchError: a module's class was changed by somebody else since (FSDP2's `fully_shard` does that).
+        """
+        for module, _, new in self._swapped:
+            if type(module) is not new:
+                raise PatchError(
+                    f"{type(module).__name__} is no longer the class that the patch put there", hint="undo what was wrapped around it first"
+                )
+        for module, old, _ in self._swapped:
+            module.__class__ = old
+        self._swapped = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.undo()
+
+
+def apply(model: nn.Module, spec: PatchSpec | str | Path, *, allow_stale: bool = False) -> Patched:
+    """Make the training model round where inference rounds.
+
+    Parameters, state dict, hooks and module identities stay as they are: only the classes of the layers change.
+    Apply it before sharding (FSDP2) and before `torch.compile`.
+
+    Args:
+        model: any module that contains the layers (a wrapped or adapted model, a bare backbone).
+        spec: the patch, or the path of its file.
+        allow_stale: apply although modeling files or versions differ from those the spec was made with. Edits still must match.
+
+    Returns:
+        A handle with `undo()`, also a context manager.
+
+    Raises:
+        PatchError: the spec does not fit this model; nothing was changed.
+        BadInputError: the file is not a patch spec.
+    """
+    if not isinstance(spec, PatchSpec):
+        spec = load(spec)
+    edits = edits_by_unit(spec)
+    if not edits:
+        log.info("graphalign: the patch has no edits; the model stays as it is")
+        return Patched(model, spec, [])
+    units = find_units(model, list(edits))
+    _refuse_overlap(units)
+    _refuse_stale(model, units, spec, allow_stale)
+    dtypes = {name: _check_regime(name, unit, spec) for name, unit in units.items()}
+    for name, unit in units.items():
+        for edit in edits[name]:
+            _check_edit(name, unit, edit)
+    classes: dict[tuple[Any, ...], type[nn.Module]] = {}
+    swapped = []
+    autocast = spec.regime.get("autocast")
+    for name, unit in units.items():
+        cls = type(unit)
+        key = (cls, dtypes[name], tuple((e.group, e.kind, e.format, e.consumer, e.operand, e.producer) for e in edits[name]))
+        if key not in classes:
+            classes[key] = patched_class(cls, edits[name], dtypes[name], autocast)
+        swapped.append((unit, cls, classes[key]))
+    for unit, _, new in swapped:
+        unit.__class__ = new
+    for group, n in sorted(Counter(e.group for es in edits.values() for e in es if e.consumer is not None).items()):
+        log.info("graphalign: %s: %d edges patched", group, n)
+    if spec.simulated:
+        log.warning("graphalign: this patch comes from a simulated target; it has not been compared with a real device")
+    return Patched(model, spec, swapped)
+
+
+def _refuse_overlap(units: dict[str, nn.Module]) -> None:
+    for name, unit in units.items():
+        if hasattr(type(unit), ORIGINAL):
+            raise PatchError(
+                f"{name} is patched already", where=type(unit).__name__, hint="undo the first patch; make one patch with all groups"
+            )
+    seen: dict[int, str] = {}
+    for name, unit in units.items():
+        if id(unit) in seen:
+            raise PatchError(f"{name} and {seen[id(unit)]} are one module; their edits would overlap")
+        seen[id(unit)] = name
+        for other, inner in units.items():
+            if other != name and any(m is inner for m in unit.modules()):
+                raise PatchError(f"{other} lies inside {name}; their edits would overlap")
+
+
+def _refuse_stale(model: nn.Module, units: dict[str, nn.Module], spec: PatchSpec, allow: bool) -> None:
+    """Modeling files that differ from those the spec was made with."""
+    files = {path: relative_file(path) for u in units.values() for m in u.modules() if (path := _file(type(m)))}
+    differ = []
+    for path, name in files.items():
+        if name in spec.sources and (found := file_digest(path)) and found != spec.sources[name]:
+            differ.append(name)
+    used = {e.file for g in spec.groups for edit in g.edits for e in (edit.producer, edit.consumer) if e.file}
+    absent = sorted(f for f in used if f.startswith("transformers/models") and f not in files.values())
+    problems = []
+    if absent:
+        problems.append(
+            f"the patch is for code in {', '.join(absent)}; this model's layers are from {', '.join(sorted(set(files.values()))[:3])}"
+        )
+    if differ:
+        problems.append(
+            f"{', '.join(differ)} differs from the file that the patch was made with (transformers {spec.versions.get('transformers', '?')})"
+        )
+    config = getattr(model, "config", None)
+    layers = getattr(config, "num_hidden_layers", None)
+    if layers is not None and spec.model.get("layers") not in (None, layers):
+        problems.append(f"the model has {layers} layers, the patch is for {spec.model['layers']}")
+    if not problems:
+        return
+    if absent or not allow:
+        raise PatchError(
+            "the patch is stale",
+            where="\n".join(problems),
+            hint="regenerate it with `graphalign find`" + ("" if absent else ", or pass allow_stale=True (--allow-stale)"),
+        )
+    for p in problems:
+        log.warning("graphalign: stale patch applied: %s", p)
+
+
+def _check_regime(name: str, unit: nn.Module, spec: PatchSpec) -> torch.dtype:
+    """The unit's parameter dtype must be the regime's; returns the dtype of its activations."""
+    wanted = str(spec.regime.get("param_dtype") or "bfloat16")
+    found = {str(p.dtype).removeprefix("torch.") for p in unit.parameters() if p.is_floating_point()}
+    if found and wanted not in found and "," not in wanted:
+        raise PatchError(
+            f"{name} has {', '.join(sorted(found))} parameters; the patch is for {wanted} ones",
+            hint="make a patch for this regime, or load the model in that dtype",
+        )
+    formats = {e.format for g in spec.groups for e in g.edits}
+    return getattr(torch, next(iter(sorted(formats)), "bfloat16"))  # type: ignore[no-any-return]
+
+
+def _check_edit(name: str, unit: nn.Module, edit: UnitEdit) -> None:
+    """The modules an edit names exist, and still run the function it names."""
+    for key in (edit.consumer, edit.producer):
+        if key is None or key.op in ("parameter", "table"):
+            continue
+        try:
+            module = unit.get_submodule(key.module) if key.module else unit
+        except AttributeError:
+            near = [n for n, _ in unit.named_modules() if n.split(".")[-1] == key.module.split(".")[-1]] or [
+                n for n, _ in unit.named_children()
+            ]
+            raise PatchError(
+                f"{name} has no module {key.module}", where=f"needed for {key.text}", hint=f"nearest: {', '.join(near[:4])}"
+            ) from None
+        owner, _, method = key.function.rpartition(".")
+        if not owner:
+            continue
+        defined = next((c for c in type(module).__mro__ if c.__qualname__ == owner), None)
+        if defined is None:
+            raise PatchError(
+                f"{name}.{key.module} is a {type(module).__name__}, the patch is for {owner}", where=f"needed for {key.text}",
+                hint="another implementation of this module was swapped in (a kernel, Liger, an adapter); make a patch for the model as it is",
+            )  # fmt: skip
+        actual = inspect.unwrap(getattr(type(module), method, None) or (lambda: None))
+        if getattr(actual, "__qualname__", key.function) != key.function and not key.function.startswith(
+            getattr(actual, "__qualname__", "")
+        ):
+            raise PatchError(
+                f"{type(module).__name__}.{method} is {actual.__qualname__} here, the patch is for {key.function}",
+                where=f"{name}.{key.module}",
+            )
+
+
+def _file(cls: type) -> str:
+    import sys
+
+    return getattr(sys.modules.get(cls.__module__), "__file__", None) or ""
