@@ -1,4 +1,4 @@
-"""The command line: `graphalign find | capture | diff | why | show`.
+"""The command line: `graphalign find | capture | diff | why | show`; `cli_patch` adds `patch | apply | check | schema`.
 
 Exit codes: 0 done, 1 a bug in graphalign, 2 bad input, 3 the two sides compute different functions, 4 capture failed,
 130 interrupted. Results go to standard output, progress and errors to standard error.
@@ -125,7 +125,7 @@ def root(
 @app.command()
 def find(
     model: Model,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for inference.json.gz, training.json.gz and sites.json.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for inference.json.gz, training.json.gz, sites.json and patch.yaml.")],
     layers: Layers = None,
     weights: Weights = None,
     vllm_python: VllmPython = None,
@@ -161,6 +161,7 @@ def find(
         write_json(out / "training.json.gz", training)
         report = _diff(stages, inference, training, rules)
         write_json(out / "sites.json", report, indent=1)
+        _write_patch(report, out)
     _show_report(report, out / "sites.json")
     s = stages.seconds
     captures = f"inference {s['inference']:.1f}, training {s['training']:.1f}"
@@ -342,6 +343,21 @@ def _diff(stages: console.Stages, inference: InferenceGraph, training: TrainingG
     return find_sites(inference, training, rules=rules, progress=stages)
 
 
+def _write_patch(report: Report, out: Path) -> None:
+    """`patch.yaml` beside the sites; none where there is nothing to patch or the sides differ."""
+    import hashlib
+
+    from graphalign.patch.make import make_spec
+    from graphalign.patch.spec import save
+
+    path = out / "patch.yaml"
+    if report.semantic or not report.groups:
+        path.unlink(missing_ok=True)  # an older patch must not look like this run's
+        return
+    digests = {side: hashlib.sha256((out / f"{side}.json.gz").read_bytes()).hexdigest() for side in ("inference", "training")}
+    save(make_spec(report, captures=digests), path)
+
+
 def _show_report(report: Report, path: Path) -> None:
     from graphalign.sites.table import render_table
 
@@ -363,6 +379,8 @@ def _finish(report: Report) -> None:
 
 def main() -> NoReturn:
     """Entry point of the `graphalign` command."""
+    import graphalign.cli_patch  # noqa: F401  (registers its commands)
+
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # so that `finally` blocks end the engine's processes
     app()
     raise AssertionError("unreachable: typer exits")

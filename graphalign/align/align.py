@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from graphalign.align.composite import fold, rename
 from graphalign.align.join import Join, chance_rate
 from graphalign.align.regions import Regions, cut
 from graphalign.align.tables import TableMatch, snap
@@ -61,6 +62,8 @@ class Pair:
     flow_i: Dataflow
     flow_t: Dataflow
     regions: Regions
+    unfolded: dict[str, str] = field(default_factory=dict)
+    """Modules that the engine runs as one op and that are no single anchor on the training side, with the reason."""
 
     def arithmetic(self, seed: int, *, rounds: bool = False, per_layer: bool = False, shift: int = 0) -> Arithmetic:
         """Values for one evaluation; positions are taken from the rows that the engine's tables record."""
@@ -81,10 +84,13 @@ def prepare(inference: InferenceGraph, training: TrainingGraph, rules: Path) -> 
         BadInputError: the captures are of different models.
     """
     check_same_model(inference, training)
+    inference = rename(inference, training)
     ti = trace_inference.Tracer(inference, load_opaque_ops(rules))
-    tt = trace_training.Tracer(training)
-    flow_i, flow_t = ti.run(), tt.run()
-    return Pair(inference, training, ti, tt, flow_i, flow_t, cut(flow_t))
+    flow_i = ti.run()
+    folded = fold(training, flow_i)
+    tt = trace_training.Tracer(folded.capture)
+    flow_t = tt.run()
+    return Pair(inference, folded.capture, ti, tt, flow_i, flow_t, cut(flow_t), folded.failed)
 
 
 def check_same_model(inference: InferenceGraph, training: TrainingGraph) -> None:

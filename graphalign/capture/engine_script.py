@@ -1447,6 +1447,104 @@ def write(path: str, data: dict[str, Any]) -> None:
         raise
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Real values at the anchors
+
+
+class AnchorRecorder:
+    """Records what every extern op of the captured graphs reads and writes during one forward.
+
+    The generated wrapper calls extern ops through `torch._ops.OpOverload.__call__` (seen on torch 2.13), in the order of the
+    captured graph's extern nodes. Parameters are not recorded.
+    """
+
+    def __init__(self, world: World, graphs: list[dict[str, Any]]) -> None:
+        nodes = [n for g in graphs for k in g["kernels"] for n in k["nodes"] if n["kind"] == "extern"]
+        self.ops = {n["op"] for n in nodes if n["op"] not in ("", "inductor.multi_output")}
+        self.world = world
+        self.calls: list[dict[str, Any]] = []
+        self.tensors: dict[str, Any] = {}
+
+    def _keep(self, name: str, x: Any) -> None:
+        import torch
+
+        if isinstance(x, torch.Tensor) and x.is_floating_point() and x.numel() and self.world.whose(x) is None:
+            self.tensors[f"{len(self.calls)}.{name}"] = x.detach().to("cpu").contiguous().clone()
+
+    @contextlib.contextmanager
+    def recording(self, model: Any) -> Any:
+        import torch
+
+        original = torch._ops.OpOverload.__call__
+        recorder = self
+
+        def call(op: Any, /, *args: Any, **kwargs: Any) -> Any:
+            if str(op) not in recorder.ops:
+                return original(op, *args, **kwargs)
+            names = [a.name for a in op._schema.arguments]
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            mutated = {a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+            for name, x in given.items():
+                if name not in mutated:
+                    recorder._keep(name, x)
+            result = original(op, *args, **kwargs)
+            for name in mutated:
+                recorder._keep(name, given.get(name))
+            for i, x in enumerate(result if isinstance(result, tuple | list) else [result]):
+                recorder._keep(f"result.{i}", x)
+            recorder.calls.append({"op": str(op)})
+            return result
+
+        def output(module: Any, args: Any, result: Any) -> None:
+            if isinstance(result, torch.Tensor):
+                recorder.tensors["output"] = result.detach().to("cpu").contiguous().clone()
+
+        hook = model.register_forward_hook(output)
+        torch._ops.OpOverload.__call__ = call  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            torch._ops.OpOverload.__call__ = original  # type: ignore[method-assign]
+            hook.remove()
+
+
+def record_values(llm: Any, world: World, graphs: list[dict[str, Any]], request: dict[str, Any]) -> None:
+    """Score one prompt and write what the anchors read and wrote, as a safetensors file."""
+    from vllm import SamplingParams
+
+    say(stage="record", fraction=0.96)
+    model = world.model
+    if model is None:
+        raise Refused("the engine's model is in another process; anchor values cannot be recorded")
+    recorder = AnchorRecorder(world, graphs)
+    tokens = [int(t) for t in request["values"]["tokens"]]
+    with recorder.recording(model):
+        llm.generate([{"prompt_token_ids": tokens}], SamplingParams(max_tokens=1, temperature=0.0), use_tqdm=False)
+    meta = {"format": "graphalign.values", "version": "1", "tokens": json.dumps(tokens), "calls": json.dumps(recorder.calls)}
+    write_tensors(request["values"]["out"], recorder.tensors, meta)
+
+
+def write_tensors(path: str, tensors: dict[str, Any], meta: dict[str, str]) -> None:
+    """The safetensors format: header length, JSON header, raw little-endian content."""
+    import torch
+
+    kinds = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64"}
+    header: dict[str, Any] = {"__metadata__": meta}
+    blobs, at = [], 0
+    for name, t in tensors.items():
+        if t.dtype not in kinds:
+            continue
+        raw = t.reshape(-1).view(torch.uint8).numpy().tobytes()
+        header[name] = {"dtype": kinds[t.dtype], "shape": list(t.shape), "data_offsets": [at, at + len(raw)]}
+        blobs.append(raw)
+        at += len(raw)
+    text = json.dumps(header).encode()
+    with open(path, "wb") as f:
+        f.write(len(text).to_bytes(8, "little") + text)
+        for raw in blobs:
+            f.write(raw)
+
+
 def capture(request: dict[str, Any]) -> dict[str, Any]:
     """Start the engine and return the capture as plain data."""
     timings = request.setdefault("timings", {})
@@ -1478,6 +1576,8 @@ def capture(request: dict[str, Any]) -> dict[str, Any]:
     }
     tables = read_tables(world, recorder)
     attention = read_attention(context)
+    if request.get("values"):
+        record_values(llm, world, recorder.graphs, request)
     timings["total"] = time.perf_counter() - started
     header |= {"notes": world.notes + recorder.notes, "timings": {k: round(v, 3) for k, v in timings.items()}}
     return {

@@ -38,6 +38,7 @@ def capture_inference(
     timeout: float = 1800,
     progress: Progress | None = None,
     keep_kernels: str | os.PathLike[str] | None = None,
+    values: Mapping[str, Any] | None = None,
 ) -> InferenceGraph:
     """Start vLLM on a model, write what it compiled to `out`, and return it.
 
@@ -51,6 +52,7 @@ def capture_inference(
         timeout: seconds after which the engine is ended.
         progress: see `Progress`.
         keep_kernels: directory for the generated source code.
+        values: {"tokens": token ids, "out": path}: also score these tokens and write there what every anchor read and wrote.
 
     Raises:
         BadInputError: `model_dir`, `python` or `out` cannot be used.
@@ -78,6 +80,7 @@ def capture_inference(
             "layers": layers,
             "weights": weights,
             "engine_args": dict(engine_args or {}),
+            "values": {"tokens": list(values["tokens"]), "out": str(values["out"])} if values else None,
             "keep_kernels": str(Path(keep_kernels).resolve()) if keep_kernels is not None else None,
         }
         (work / "request.json").write_text(json.dumps(request))

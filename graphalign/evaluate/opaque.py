@@ -18,12 +18,16 @@ class OpaqueOp(BaseModel):
 
     op: str
     """Qualified overload."""
-    kind: Literal["gemm", "attention", "effect", "opaque"]
-    """`effect`: writes engine state (the KV cache), gives no value."""
+    kind: Literal["gemm", "attention", "composite", "effect", "opaque"]
+    """`composite`: a whole module of the trainer. `effect`: writes engine state (the KV cache), gives no value."""
     input: str = ""
     weight: str = ""
     bias: str = ""
     operands: tuple[str, ...] = ()
+    weights: tuple[str, ...] = ()
+    """Composites: arguments whose checkpoint tensors name the trainer's module."""
+    routing: tuple[str, ...] = ()
+    """Composites: routing weights and expert numbers among `operands`; a token's experts are compared in any order."""
     out: str = ""
     """The argument it writes; empty if it returns its result."""
     layer: str = ""

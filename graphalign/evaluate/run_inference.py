@@ -15,7 +15,7 @@ import torch
 
 from graphalign.errors import CaptureFileError, UnsupportedOpError
 from graphalign.evaluate import aten, loop_ops
-from graphalign.evaluate.run_training import anchor_name
+from graphalign.evaluate.run_training import anchor_name, sort_routing
 from graphalign.evaluate.trace_inference import Tracer, _buffers
 from graphalign.evaluate.values import Arithmetic, Val, draw, seed_of
 from graphalign.ir.args import references
@@ -80,6 +80,7 @@ class Run:
             if i.role == "symbol":
                 self.env.setdefault(i.name, self.env.get(i.source, 0))
         self.live: dict[str, Storage] = {}
+        self.results: dict[str, list[torch.Tensor]] = {}
         for kernel in graph.kernels:
             for node in kernel.nodes:
                 if self.only is not None and (g, node.name) not in self.only:
@@ -183,11 +184,17 @@ class Run:
     # -- anchors --------------------------------------------------------------------------------------------------------
 
     def _anchor(self, node: Node) -> None:
+        args = dict(node.args)
+        if node.op == "inductor.multi_output":
+            self._pick(node, args)
+            return
         op_id = self.tracer.ids.get((self.g, node.name, ""))
         if op_id is None:
             return
         op = self.tracer.ops[op_id]
-        args = dict(node.args)
+        if op.kind == "op":
+            self._aten(op, node, args)
+            return
         rule = self.tracer.rules.get(node.op)
         names = (
             [rule.input] if rule and rule.kind == "gemm" else list(rule.operands) if rule and rule.operands else [n for n, _ in node.args]
@@ -200,6 +207,7 @@ class Run:
             if slot < len(op.operands):
                 self.operands[op.id, slot] = self._argument(arg)
                 slot += 1
+        sort_routing(self.operands, op, self.arithmetic.tokens)
         written = [b for n in ([rule.out] if rule and rule.out else node.mutates) for b in _buffers(args.get(n))] or list(node.outputs)
         for o in written:
             root, _ = self._root(o)
@@ -209,6 +217,62 @@ class Run:
             val = self._output(op, b)
             self.live[root] = Storage(("anchor", val.id), val.data.reshape(-1), val.data.reshape(-1))
             self.values[op.id] = val
+
+    def _pick(self, node: Node, args: dict[str, Any]) -> None:
+        """One output of an extern call with several."""
+        sources = _buffers(args.get("self"))
+        path = args.get("indices") or []
+        results = self.results.get(sources[0]) if sources else None
+        if results is None or (path and not 0 <= path[0] < len(results)):
+            return
+        for o in node.outputs:
+            self._place(o, results[path[0] if path else 0])
+
+    def _place(self, name: str, data: torch.Tensor) -> None:
+        """Store a whole result in a buffer."""
+        b = self.buffers.get(name)
+        if b is None or b.dtype is None:
+            return
+        root, _ = self._root(name)
+        flat = data.reshape(-1)
+        flat = flat.double() if flat.is_floating_point() else flat
+        memory = self.arithmetic.round(flat, b.dtype) if flat.is_floating_point() else flat
+        self.live[root] = Storage(("extern", self.arithmetic.new(flat).id), memory, memory)
+
+    def _aten(self, op: Op, node: Node, args: dict[str, Any]) -> None:
+        """An ATen kernel called as it is, on what its operands hold in memory."""
+
+        def decode(a: Any) -> Any:
+            if isinstance(a, dict):
+                if "b" in a or "size" in a:
+                    x = self._argument(a)
+                    return x.view([self._size(s) for s in self.buffers[a["b"]].size]) if "size" not in a and a["b"] in self.buffers else x
+                if "f" in a:
+                    return float(a["f"])
+                if "e" in a:
+                    return int(index_value(a["e"], self.env))
+                if "dtype" in a:
+                    dtype = getattr(torch, str(a["dtype"]), None)
+                    return torch.float64 if isinstance(dtype, torch.dtype) and dtype.is_floating_point else dtype
+                return None
+            return [decode(x) for x in a] if isinstance(a, list | tuple) else a
+
+        try:
+            given = {k: decode(a) for k, a in args.items()}
+            if any(isinstance(x, torch.Tensor) and x.is_floating_point() and bool(x.isnan().any()) for x in given.values()):
+                raise UnsupportedOpError("an operand could not be evaluated")
+            with torch.no_grad():
+                result = aten.resolve(node.op)(**{k: x for k, x in given.items() if x is not None})
+        except (UnsupportedOpError, RuntimeError, TypeError, ValueError, IndexError) as e:
+            self.unsupported[op.id] = f"{node.op} could not be evaluated: {str(e).splitlines()[0]}"
+            return
+        results = [x for x in (result if isinstance(result, tuple | list) else [result]) if isinstance(x, torch.Tensor)]
+        first = results[0].double() if results[0].is_floating_point() else results[0]
+        self.values[op.id] = self.arithmetic.new(first)
+        for o in node.outputs:
+            self.results[o] = results
+            if not isinstance(result, tuple | list):
+                self._place(o, results[0])
 
     def _argument(self, arg: Any) -> torch.Tensor:
         if isinstance(arg, list | tuple):

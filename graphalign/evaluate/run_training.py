@@ -16,12 +16,14 @@ import torch
 from graphalign.errors import CaptureFileError, UnsupportedOpError
 from graphalign.evaluate import aten
 from graphalign.evaluate.trace_training import Tracer, decode_constant
-from graphalign.evaluate.values import Arithmetic, Val, round_to
+from graphalign.evaluate.values import Arithmetic, Val, by_expert, round_to
 from graphalign.ir.args import references
 from graphalign.ir.dataflow import LOW_PRECISION, Op
 from graphalign.ir.training import Node, TrainingGraph
 
 Replace = Callable[[Op, Val], Val]
+ROUTING = 2
+"""A composite's routing: weights and expert numbers."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,7 @@ class Run:
                 if val is not None:
                     self.operands[op.id, slot] = val.data
                 slot += 1
+        sort_routing(self.operands, op, self.arithmetic.tokens)
 
     def _operand(self, op: Op, slot: int, value: int) -> Val | None:
         """What `op` reads at `slot`, with the edits applied."""
@@ -206,6 +209,8 @@ class Run:
             "positive",
         ) or _is_scalar_identity(node):
             val = args[tensors[0]]
+            if out.dtype.startswith(("float", "bfloat")) != val.data.is_floating_point():
+                val = Val(-1, val.data.double() if not val.data.is_floating_point() else val.data.to(getattr(torch, out.dtype)))
             if not (rounds and self.arithmetic.rounds and out.dtype in LOW_PRECISION):
                 return val
             return Val(-1, self.arithmetic.round(val.data, out.dtype))
@@ -237,27 +242,34 @@ class Run:
             self.unsupported.setdefault(op.id, "an operand could not be evaluated")
             return
         memo = all(a.id >= 0 for a in ordered) and not self.arithmetic.rounds
-        key = ("aten", node.op, repr(_positional(node, ordered)), 0)
+        key = ("aten", node.op, repr(_positional(node, ordered)))
         try:
-            val = self.arithmetic.intern(key) if memo else None
-            if val is None:
-                result = call(node, [a.data for a in ordered])
-                results = list(result) if isinstance(result, tuple | list) else [result]
-                val = self.arithmetic.put(key, results[0]) if memo else Val(-1, results[0])
-                extra = results[1:]
+            found = [self.arithmetic.intern((*key, k)) for k in range(len(node.outputs))] if memo else [None]
+            if all(x is not None for x in found):
+                results = [x for x in found if x is not None]
             else:
-                extra = []
+                result = call(node, [a.data for a in ordered])
+                tensors = list(result) if isinstance(result, tuple | list) else [result]
+                results = [self.arithmetic.put((*key, k), x) if memo else Val(-1, x) for k, x in enumerate(tensors)]
         except UnsupportedOpError as e:
             self.unsupported[op.id] = str(e)
             return
-        if self.replace is not None:
-            val = self.replace(op, val)
+        val = results[0] if self.replace is None else self.replace(op, results[0])
         self.values[op.id] = val
-        stored = [val, *(Val(-1, x) for x in extra)]
-        for o, x in zip(node.outputs, stored, strict=False):
+        for o, x in zip(node.outputs, [val, *results[1:]], strict=False):
             if o is not None:
                 rounds = self.arithmetic.rounds and o.dtype in LOW_PRECISION and x.data.is_floating_point()
                 self.env[o.id] = Val(-1, self.arithmetic.round(x.data, o.dtype)) if rounds else x
+
+
+def sort_routing(operands: dict[tuple[int, int], torch.Tensor], op: Op, tokens: int) -> None:
+    """Put a composite's routing operands in an order that both sides share."""
+    slots = op.detail.get("routing", ())
+    if len(slots) != ROUTING or any((op.id, s) not in operands for s in slots):
+        return
+    w, i = (operands[op.id, s] for s in slots)
+    if w.numel() == i.numel() and w.numel() % tokens == 0:
+        operands[op.id, slots[0]], operands[op.id, slots[1]] = by_expert(w, i, tokens)
 
 
 def anchor_name(key: tuple[Any, ...]) -> str:

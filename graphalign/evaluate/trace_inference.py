@@ -13,7 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from graphalign.errors import CaptureFileError
+from graphalign.errors import CaptureFileError, UnsupportedOpError
+from graphalign.evaluate import aten
 from graphalign.evaluate.opaque import OpaqueOp
 from graphalign.ir.args import references
 from graphalign.ir.dataflow import LOW_PRECISION, Dataflow, Op, Operand, Ref
@@ -234,11 +235,14 @@ class Tracer:
     def _extern(self, g: int, kernel: str, node: Node) -> None:
         args = dict(node.args)
         rule = self.rules.get(node.op)
-        if node.op.endswith("MultiOutput") or node.op in ("MultiOutput", "operator.getitem"):
-            refs = tuple(r for _, a in node.args for b in references(a, "b") for r in self.read(g, b))
+        if node.op in ("inductor.multi_output", "MultiOutput", "operator.getitem"):
+            refs = tuple(r for _, a in node.args for b in references(a, "b") for r in self.register.get(b) or self.read(g, b))
             for out in node.outputs:
                 if refs:
-                    self.memory[out] = self.register[out] = refs
+                    self.write(out, refs)
+            return
+        if rule is None and _evaluable(node.op):
+            self._aten(g, node, args)
             return
         if rule is None or rule.kind == "opaque":
             self._opaque(g, kernel, node, rule)
@@ -258,6 +262,12 @@ class Tracer:
                 "segments": [(s.checkpoint, s.start, s.length) for s in p.segments] if p else [],
                 "bias": bool(_buffers(args.get(rule.bias))) or _is_param(args.get(rule.bias)),
             }
+        elif rule.kind == "composite":
+            operands = tuple(edges(a) for a in rule.operands)
+            weights = [p for a in rule.weights if (p := self._parameter(args.get(a))) is not None]
+            owner = owner_of([s.checkpoint for p in weights for s in p.segments])
+            key = ("composite", *self._number((owner or node.name,)))
+            detail = {"owner": owner, "routing": tuple(rule.operands.index(r) for r in rule.routing if r in rule.operands)}
         else:
             operands = tuple(edges(a) for a in rule.operands)
             layer = args.get(rule.layer)
@@ -271,6 +281,15 @@ class Tracer:
                       source=node.source or None, where=node.op, key=key, detail=detail)  # fmt: skip
         self.ids[g, node.name, ""] = op.id
         for o in written:
+            self.write(o, (Ref(op.id),))
+
+    def _aten(self, g: int, node: Node, args: dict[str, Any]) -> None:
+        """An ATen kernel that Inductor calls as it is (`topk`): an op, evaluated as the trainer's are."""
+        operands = tuple(refs for a in args.values() if (refs := tuple(r for b in _buffers(a) for r in self.read(g, b))))
+        op = self.add(name=node.name, kind="op", target=node.op, operands=operands, module=node.module, source=node.source or None,
+                      where=node.op)  # fmt: skip
+        self.ids[g, node.name, ""] = op.id
+        for o in node.outputs:
             self.write(o, (Ref(op.id),))
 
     def _opaque(self, g: int, kernel: str, node: Node, rule: OpaqueOp | None) -> None:
@@ -305,6 +324,28 @@ class Tracer:
     def anchors_above(self, operands: Iterable[Operand]) -> tuple[str, ...]:
         """Checkpoint names of the GEMMs (or keys of other anchors) nearest above some operands: an anchor's structural identity."""
         return nearest_anchors(self.ops, operands)
+
+
+def _evaluable(op: str) -> bool:
+    """Whether an extern call is an ATen op of the closed vocabulary that makes values and is no matrix product."""
+    if aten.base(op) in aten.MATMULS | aten.ATTENTIONS or op.endswith(".out"):
+        return False
+    try:
+        aten.resolve(op)
+    except UnsupportedOpError:
+        return False
+    return True
+
+
+def owner_of(checkpoints: list[str]) -> str:
+    """The module that holds some checkpoint tensors: their longest common path, without a tensor's own name."""
+    paths = [c.split(".") for c in checkpoints]
+    common = []
+    for level in zip(*paths, strict=False):
+        if len(set(level)) > 1:
+            break
+        common.append(level[0])
+    return ".".join(common[:-1] if common and len(common) == min(len(p) for p in paths) else common)
 
 
 def nearest_anchors(ops: list[Op], operands: Iterable[Operand]) -> tuple[str, ...]:

@@ -112,11 +112,13 @@ class Tracer:
         for o in outs:
             self.dtype[o.id] = o.dtype
             self.origin[o.id] = n
-        if node.op != "graphalign.attention" and all(v in self.constant for v in tensors):
+        if not node.op.startswith("graphalign.") and all(v in self.constant for v in tensors):
             self.constant.update(o.id for o in outs)
             return
         if node.op == "graphalign.attention" or name in ATTENTIONS:
             self._attention(n, node, outs)
+        elif node.op == "graphalign.composite":
+            self._composite(n, node, outs)
         elif name in MATMULS:
             self._matmul(n, node, outs, name)
         elif name in TRANSPARENT:
@@ -180,6 +182,13 @@ class Tracer:
         self.op_of_node[n] = op.id
         for o in outs:
             self.refs[o.id] = (Ref(op.id).rounded(o.dtype),)
+
+    def _composite(self, n: int, node: Node, outs: list[Any]) -> None:
+        operands = tuple(self.edges(v) for v in references(node.args, "v"))
+        op = self.add(name=f"%{outs[0].id}", kind="anchor", target="composite", operands=operands, dtype=outs[0].dtype, module=node.module,
+                      source=node.source, key=("composite", *self._number((node.module,))), detail={"node": n, "routing": (1, 2)})  # fmt: skip
+        self.op_of_node[n] = op.id
+        self.refs[outs[0].id] = (Ref(op.id).rounded(outs[0].dtype),)
 
     def _number(self, key: tuple[Any, ...]) -> tuple[Any, ...]:
         n = self._occurrences.get(key, 0)

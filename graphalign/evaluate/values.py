@@ -131,3 +131,10 @@ def round_to(data: torch.Tensor, dtype: str) -> torch.Tensor:
     toward = torch.where((data.abs() > back.abs()), bits + 1, bits - 1)
     bits = torch.where(inexact & even & torch.isfinite(single), toward, bits)
     return bits.view(torch.float32).to(getattr(torch, dtype)).double()
+
+
+def by_expert(weights: torch.Tensor, ids: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Routing weights and expert numbers with each token's experts in ascending order: top-k leaves the order open."""
+    w, i = weights.reshape(tokens, -1), ids.reshape(tokens, -1)
+    order = torch.argsort(i, dim=-1, stable=True)
+    return w.gather(-1, order), i.gather(-1, order)

@@ -82,11 +82,12 @@ def _edit(site: Site, wanted: set[int] | None) -> Edit | None:
     layers = tuple(c for c, _ in pairs)
     producers = tuple(p for _, p in pairs if p is not None) if site.layers else site.producer_layers
     fmt = site.training[-1] if site.kind == "keep" else site.inference[-1]
-    return Edit(kind=site.kind, format=fmt, producer=_key(site.producer), consumer=_key(site.consumer), operand=site.consumer.operand or 0,
+    return Edit(kind=site.kind, format=fmt, producer=key_of(site.producer), consumer=key_of(site.consumer), operand=site.consumer.operand or 0,
                 layers=ranges(layers), producer_layers=ranges(producers))  # fmt: skip
 
 
-def _key(end: End) -> Key:
+def key_of(end: End) -> Key:
+    """The spec's key of an end."""
     return Key(
         module=end.module, function=end.function, op=base(end.op), ordinal=end.ordinal, text=" ".join(end.text.split()), file=end.file
     )

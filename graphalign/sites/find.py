@@ -11,15 +11,13 @@ from typing import Any
 from graphalign.align.align import Alignment, Pair, Progress, align, prepare
 from graphalign.align.check import EXACT, Check, Edit, check
 from graphalign.align.edges import Comparison, Finding, compare, text
-from graphalign.evaluate import aten
 from graphalign.ir.dataflow import Op
 from graphalign.ir.inference import InferenceGraph
-from graphalign.ir.training import Source, TrainingGraph
+from graphalign.ir.training import TrainingGraph
 from graphalign.rules import rules_dir
+from graphalign.sites.ends import Ends, layer_of, pattern_of
 from graphalign.sites.groups import Namer, load_group_rules
-from graphalign.sites.report import End, Entry, Evidence, Group, NodeStatus, Report, Site
-
-_LAYER = re.compile(r"(?:^|\.)(\d+)(?=\.|$)")
+from graphalign.sites.report import Entry, Evidence, Group, NodeStatus, Report, Site
 
 
 def diff(inference: InferenceGraph, training: TrainingGraph, *, rules: Path | None = None, progress: Progress | None = None) -> Report:
@@ -48,7 +46,7 @@ def diff(inference: InferenceGraph, training: TrainingGraph, *, rules: Path | No
     proposed = [f for f in comparison.findings if f.verdict in ("keep", "round")]
     result = check(pair, [_edit(f) for f in proposed])
     checked = time.perf_counter()
-    report = _Builder(pair, al, comparison, result, Namer(al, load_group_rules(folder)), inference, training).build(
+    report = _Builder(pair, al, comparison, result, Namer(al, load_group_rules(folder)), pair.capture_i, pair.capture_t).build(
         {"align": aligned - started, "compare": compared - aligned, "check": checked - compared}
     )
     say("check", 1.0)
@@ -57,17 +55,6 @@ def diff(inference: InferenceGraph, training: TrainingGraph, *, rules: Path | No
 
 def _edit(f: Finding) -> Edit:
     return Edit(f.consumer, f.slot, f.verdict, f.inference[-1] if f.inference else "")
-
-
-def layer_of(module: str) -> int | None:
-    """The first number in a module path: the layer."""
-    m = _LAYER.search(module)
-    return int(m.group(1)) if m else None
-
-
-def pattern_of(module: str) -> str:
-    """A module path with its layer number as `*`."""
-    return _LAYER.sub(lambda m: m.group(0).replace(m.group(1), "*"), module, count=1)
 
 
 class _Builder:
@@ -84,7 +71,7 @@ class _Builder:
         self.pair, self.al, self.comparison, self.check, self.namer = pair, al, comparison, result, namer
         self.inference, self.training = inference, training
         self.t, self.i = al.training, al.inference
-        self.ordinals = self._number()
+        self.ends = Ends(training, al.training)
 
     def build(self, seconds: dict[str, float]) -> Report:
         """The report."""
@@ -133,7 +120,7 @@ class _Builder:
             if confirmation is None or not confirmation.ok:
                 self.refused.append((f, _why_refused(confirmation)))
                 continue
-            p, c = self._end(f.producer), self._end(f.consumer, f.slot)
+            p, c = self.ends.end(f.producer), self.ends.end(f.consumer, f.slot)
             here, there = layer_of(self.t.ops[f.consumer].module), layer_of(self.t.ops[f.producer].module)
             distance = here - there if here is not None and there is not None else None
             same[self.namer.name(f), f.verdict, p, c, f.training, f.inference, distance].append(f)
@@ -153,31 +140,6 @@ class _Builder:
             layers = tuple(sorted({n for s in sites for n in s.layers}))
             out.append(Group(name=name, kind=kinds.pop() if len(kinds) == 1 else "mixed", layers=layers, sites=tuple(sites)))
         return tuple(out)
-
-    def _number(self) -> dict[int, int]:
-        """Ordinal of every op among equal ATen ops of the same function and module, over all nodes that ran."""
-        seen: Counter[tuple[str, str, str]] = Counter()
-        ordinal: dict[int, int] = {}
-        for n, node in enumerate(self.training.nodes):
-            function = self.training.sources[node.source].function if node.source is not None else ""
-            key = (node.module, function, aten.base(node.op))
-            ordinal[n] = seen[key]
-            seen[key] += 1
-        return {op.id: ordinal.get(op.detail.get("node", -1), 0) for op in self.t.ops}
-
-    def _end(self, op_id: int, slot: int | None = None) -> End:
-        op = self.t.ops[op_id]
-        s = self._source(op)
-        named = op.kind in ("parameter", "table")
-        what = op.target if op.kind in ("op", "anchor") else op.kind
-        base = End(module=pattern_of(op.target if named else op.module), op=what, ordinal=self.ordinals[op.id], operand=slot)
-        if s is None:
-            return base
-        return base.model_copy(update={"function": s.function, "file": s.file, "line": s.line, "column": s.column, "end_line": s.end_line,
-                                       "end_column": s.end_column, "text": s.text})  # fmt: skip
-
-    def _source(self, op: Op) -> Source | None:
-        return self.training.sources[op.source] if isinstance(op.source, int) and 0 <= op.source < len(self.training.sources) else None
 
     def _evidence(self, findings: list[Finding]) -> tuple[Evidence, ...]:
         out: dict[tuple[str, ...], Evidence] = {}
@@ -203,7 +165,7 @@ class _Builder:
     def _where(self, side: str, op: Op) -> str:
         if side == "inference":
             return f"{op.where or op.name}" + (f" ({op.source})" if op.source else "")
-        s = self._source(op)
+        s = self.ends.source(op)
         return f"{pattern_of(op.module or op.target)}" + (f" ({s.file}:{s.line} {s.text})" if s else "")
 
     def _entries(self, items: list[tuple[str, int, str]]) -> tuple[Entry, ...]:

@@ -73,6 +73,11 @@ class Case:
         t = self.pair.flow_t.ops
         return f"{f.verdict} {_word(t[f.producer].target)} → {_word(t[f.consumer].target)}[{f.slot}]"
 
+    def loose_ends(self) -> dict[str, tuple[str, ...]]:
+        """Everything the report could not turn into a site, by kind."""
+        kinds = ("leftovers", "undetermined", "conflicting", "unpatchable", "semantic")
+        return {k: tuple(e.what + ": " + e.reason for e in entries) for k in kinds if (entries := getattr(self.report, k))}
+
     def forwarded(self) -> set[str]:
         """Buffers whose loads some kernel serves from a register."""
         return {b for k in self.inference.graphs[0].kernels for n in k.nodes for b in n.forwarded}

@@ -199,7 +199,7 @@ class ScaleLast(Normed):
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         x = self.l0(self.embed(input_ids))
         r = rms_scale(x.float())
-        return self.l2(self.l1(((x.float() * r).to(BF) * self.w)))
+        return self.l2(self.l1((x.float() * r).to(BF) * self.w))
 
 
 class ScaleFirst(ScaleLast):

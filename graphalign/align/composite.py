@@ -1,0 +1,150 @@
+"""Composite anchors: an op of the engine that is a whole module's subgraph in the trainer (fused experts).
+
+The training capture is rewritten before it is traced: the subgraph becomes one node, `graphalign.composite`, with the
+operands that the engine's op has. What is inside is not compared.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from graphalign.ir.args import references
+from graphalign.ir.dataflow import Dataflow
+from graphalign.ir.inference import InferenceGraph, Parameter, Segment
+from graphalign.ir.training import Node, TrainingGraph, Value
+
+OP = "graphalign.composite"
+
+
+@dataclass(frozen=True)
+class Folded:
+    """The training capture with composite nodes, and why a module could not be folded."""
+
+    capture: TrainingGraph
+    failed: dict[str, str]
+    """Module path to the reason."""
+
+
+def fold(capture: TrainingGraph, inference: Dataflow) -> Folded:
+    """Make one node of every module that the engine runs as one op.
+
+    Args:
+        capture: the training capture.
+        inference: the traced inference side; its composite anchors name the modules in `detail["owner"]`.
+    """
+    owners = list(dict.fromkeys(str(op.detail["owner"]) for op in inference.ops if op.kind == "anchor" and op.target == "composite"))
+    if not owners:
+        return Folded(capture, {})
+    failed: dict[str, str] = {}
+    of_module: dict[str, list[int]] = {}
+    for n, node in enumerate(capture.nodes):
+        for owner in owners:
+            if node.module == owner or node.module.startswith(owner + "."):
+                of_module.setdefault(owner, []).append(n)
+                break
+    readers: dict[int, list[int]] = {}
+    values: dict[int, Value] = {i.value.id: i.value for i in capture.inputs}
+    for n, node in enumerate(capture.nodes):
+        values.update((o.id, o) for o in node.outputs if o is not None)
+        for v in _reads(node):
+            readers.setdefault(v, []).append(n)
+    replaced: dict[int, Node] = {}
+    dropped: set[int] = set()
+    parameters = {i.value.id for i in capture.inputs if i.kind == "parameter"}
+    for owner in owners:
+        inside = of_module.get(owner)
+        if not inside:
+            failed[owner] = "the trainer has no such module"
+            continue
+        made = _composite(capture, owner, inside, readers, values, parameters)
+        if isinstance(made, str):
+            failed[owner] = made
+            continue
+        replaced[inside[-1]] = made
+        dropped.update(inside[:-1])
+    nodes = tuple(replaced.get(n, node) for n, node in enumerate(capture.nodes) if n not in dropped)
+    return Folded(capture.model_copy(update={"nodes": nodes}), failed)
+
+
+def _composite(
+    capture: TrainingGraph, owner: str, inside: list[int], readers: dict[int, list[int]], values: dict[int, Value], parameters: set[int]
+) -> Node | str:
+    """One node for a module's nodes: hidden states, routing weights, expert numbers in; one value out. Or why not."""
+    members = set(inside)
+    produced = {o.id for n in inside for o in capture.nodes[n].outputs if o is not None}
+    read = list(dict.fromkeys(v for n in inside for v in _reads(capture.nodes[n]) if v not in produced and v not in parameters))
+    left = [v for v in sorted(produced) if v in capture.outputs or any(n not in members for n in readers.get(v, ()))]
+    if len(left) != 1:
+        return f"{len(left)} of its values are read outside"
+    if any(n < inside[-1] for n in readers.get(left[0], ()) if n not in members):
+        return "its result is read before it ends"
+    numbers = [v for v in read if values[v].dtype.startswith("int")]
+    ids = numbers[0] if numbers else None
+    size = _numel(values[ids]) if ids is not None else 0
+    weights = [v for v in read if ids is not None and v != ids and not values[v].dtype.startswith("int") and _numel(values[v]) == size]
+    hidden = [v for v in read if v not in numbers and v not in weights and _numel(values[v]) > 1]
+    if ids is None or len(numbers) != 1 or len(weights) != 1 or len(hidden) != 1:
+        return f"it reads {len(hidden)} activations, {len(weights)} routing weights and {len(numbers)} integer tensors, not one of each"
+    return Node(
+        op=OP,
+        args=({"v": hidden[0]}, {"v": weights[0]}, {"v": ids}),
+        outputs=(values[left[0]],),
+        module=owner,
+        source=capture.nodes[inside[-1]].source,
+    )
+
+
+def _reads(node: Node) -> list[int]:
+    return [*references(node.args, "v"), *(v for a in node.kwargs.values() for v in references(a, "v"))]
+
+
+def _numel(value: Value) -> int:
+    n = 1
+    for s in value.shape:
+        n *= s
+    return n
+
+
+def rename(inference: InferenceGraph, training: TrainingGraph) -> InferenceGraph:
+    """Checkpoint names as the trainer has them, where the trainer's module tree renames a checkpoint's prefix.
+
+    Some Transformers 5 models load `block_sparse_moe.gate.weight` into `mlp.gate.weight`. A prefix is renamed if one unmatched
+    parameter of the trainer, and only one, differs from an unmatched checkpoint name in the middle of its path alone.
+    """
+    mine = {i.name for i in training.inputs if i.kind == "parameter"}
+    theirs = {s.checkpoint for p in inference.parameters for s in p.segments}
+    lost_mine, lost_theirs = sorted(mine - theirs), sorted(theirs - mine)
+    if not lost_mine or not lost_theirs:
+        return inference
+    prefixes: dict[str, set[str]] = {}
+    for name in lost_theirs:
+        fits = [x for other in lost_mine if (x := _moved(name, other)) is not None]
+        if len(fits) == 1:
+            prefixes.setdefault(fits[0][0], set()).add(fits[0][1])
+    moves = sorted(((a, next(iter(b))) for a, b in prefixes.items() if len(b) == 1), key=lambda x: -len(x[0]))
+
+    def new(name: str) -> str:
+        if name in mine:
+            return name
+        return next((b + name[len(a) :] for a, b in moves if name.startswith(a + ".")), name)
+
+    def moved(p: Parameter) -> Parameter:
+        segments = tuple(Segment(**{**s.model_dump(), "checkpoint": new(s.checkpoint)}) for s in p.segments)
+        return p if segments == p.segments else p.model_copy(update={"segments": segments})
+
+    return inference.model_copy(update={"parameters": tuple(moved(p) for p in inference.parameters)}) if moves else inference
+
+
+def _moved(a: str, b: str) -> tuple[str, str] | None:
+    """The prefixes by which two names differ if they begin and end alike, else None."""
+    x, y = a.split("."), b.split(".")
+    head = 0
+    while head < min(len(x), len(y)) and x[head] == y[head]:
+        head += 1
+    tail = 0
+    while tail < min(len(x), len(y)) - head and x[-1 - tail] == y[-1 - tail]:
+        tail += 1
+    middle_x, middle_y = x[head : len(x) - tail], y[head : len(y) - tail]
+    if tail < 2 or not head or not middle_x or not middle_y or any(t.isdigit() for t in middle_x + middle_y):
+        return None
+    return ".".join(x[: len(x) - tail]), ".".join(y[: len(y) - tail])

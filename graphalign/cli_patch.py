@@ -1,0 +1,201 @@
+"""The commands that make, apply and prove patches: `graphalign patch | apply | check | schema`."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from graphalign import console
+from graphalign.cli import EngineArgs, Layers, Model, Rules, Timeout, VllmPython, app
+from graphalign.errors import BadInputError
+
+if TYPE_CHECKING:
+    from graphalign.patch.spec import PatchSpec
+
+NOT_PROVEN = 6
+"""Exit code of `check` if the patch is not proven."""
+PROMPT = tuple((17 * i + 5) % 997 for i in range(57))
+"""Token ids of the replay's prompt (taken modulo the vocabulary)."""
+
+Names = Annotated[str, typer.Option(metavar="GROUPS", help="Group names, separated by commas.")]
+Spec = Annotated[Path, typer.Argument(metavar="PATCH", help="A spec, `patch.yaml`.")]
+
+
+@app.command()
+def patch(
+    sites: Annotated[Path, typer.Argument(metavar="SITES", help="A sites file, from `find` or `diff`.")],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="The spec, `patch.yaml`.")],
+    only: Annotated[str, typer.Option(metavar="GROUPS", help="Take only these groups, `rope,swiglu`.")] = "",
+    without: Annotated[str, typer.Option("--except", metavar="GROUPS", help="Leave these groups out.")] = "",
+    layers: Annotated[str, typer.Option(metavar="RANGES", help="Only these layers, `0-11` or `0-3,8`.")] = "",
+) -> None:
+    """Make a patch spec from sites.
+
+    Examples:
+
+      graphalign patch out/qwen3/sites.json -o patch.yaml
+
+      graphalign patch out/qwen3/sites.json -o rope.yaml --only rope
+    """
+    from graphalign.ir.files import read_json
+    from graphalign.patch.make import make_spec
+    from graphalign.patch.spec import parse_layers, save
+    from graphalign.sites.report import Report
+
+    try:
+        parse_layers(layers)
+    except ValueError as e:
+        raise BadInputError(f"--layers {layers}: {e}", hint="give numbers and ranges, ascending: 0-11 or 0-3,8") from None
+    console.require_output(output)
+    report = read_json(sites, Report, kind="sites file")
+    spec = make_spec(report, only=_split(only), without=_split(without), layers=layers)
+    save(spec, output)
+    print(f"{output}: {spec.edges} edges in {len(spec.groups)} groups ({', '.join(g.name for g in spec.groups) or 'none'})")
+    for s in spec.skipped:
+        print(f"  not patched: {s.site}: {s.reason}")
+
+
+@app.command("apply")
+def apply_command(
+    spec: Spec,
+    model: Annotated[str, typer.Option(metavar="MODEL", help="Model folder, hub id or example:NAME.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would change (this command never writes a model).")] = False,
+    layers: Layers = None,
+    allow_stale: Annotated[
+        bool, typer.Option("--allow-stale", help="Apply although modeling files differ; edits must still match.")
+    ] = False,
+) -> None:
+    """Try a patch on a model: resolve every edit, run one forward with it, and say per module what changes.
+
+    In a trainer the same is `graphalign.apply(model, "patch.yaml")`.
+
+    Example:
+
+      graphalign apply patch.yaml --model example:qwen3 --dry-run
+    """
+    from graphalign.patch.spec import load
+    from graphalign.rewrite.describe import describe
+
+    loaded = load(spec)
+    console.require_packages("transformers")
+    with console.Stages() as stages:
+        stages.start("apply")("build the model")
+        trainer = _build(model, loaded, layers)
+        stages("apply", None)
+        import graphalign
+        from graphalign.capture.training import record_forward
+
+        with graphalign.apply(trainer, loaded, allow_stale=allow_stale):
+            record_forward(trainer, autocast=loaded.regime.get("autocast"))
+    print("\n".join(describe(loaded)))
+    print(
+        f"{loaded.edges} edges, all resolved and executed in one forward"
+        + ("" if dry_run else "; nothing was written: use graphalign.apply in your trainer")
+    )
+
+
+@app.command()
+def check(
+    model: Model,
+    patch_file: Annotated[Path, typer.Option("--patch", metavar="PATCH", help="The spec to prove.")],
+    layers: Layers = None,
+    vllm_python: VllmPython = None,
+    engine_arg: EngineArgs = None,
+    timeout: Timeout = 1800.0,
+    rules: Rules = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Also write the figures as JSON.")] = None,
+) -> None:
+    """Prove a patch: capture the patched model again, and replay its regions on the engine's real values.
+
+    Exit code 0 if it is proven, 6 if it is not.
+
+    Example:
+
+      graphalign check example:qwen3 --patch out/qwen3/patch.yaml
+    """
+    from graphalign.capture.inference import capture_inference, has_weights
+    from graphalign.capture.training import record_forward
+    from graphalign.engines.examples import resolve_model
+    from graphalign.ir.files import write_bytes
+    from graphalign.patch.spec import load
+    from graphalign.rules import rules_dir
+    from graphalign.verify.proof import prove
+    from graphalign.verify.table import render_proof
+    from graphalign.verify.values import read_values
+
+    spec, rules = load(patch_file), rules_dir(rules)
+    arguments = console.parse_engine_args(engine_arg or ())
+    console.require_packages(*(() if vllm_python else ("vllm",)), "transformers")
+    if output is not None:
+        console.require_output(output)
+    with console.Stages() as stages, tempfile.TemporaryDirectory(prefix="graphalign-") as work:
+        stages.start("inference")("find the model")
+        folder = resolve_model(model)
+        real = has_weights(folder)
+        recorded = Path(work) / "values"
+        tokens = [t % _vocabulary(folder) for t in PROMPT]
+        inference = capture_inference(
+            folder, Path(work) / "inference.json.gz", python=vllm_python, engine_args=arguments, layers=layers, timeout=timeout, progress=stages,
+            values={"tokens": tokens, "out": recorded} if real else None,
+        )  # fmt: skip
+        stages.start("check")("build the model")
+        trainer = _build(model, spec, layers)
+        proof = prove(
+            trainer, spec, inference, lambda m: record_forward(m, autocast=spec.regime.get("autocast")),
+            read_values(recorded, inference) if real else None, rules=rules,
+            skipped="" if real else "the model has no weights, so both sides' norms and biases are random and differ", progress=stages,
+        )  # fmt: skip
+    render_proof(proof, console.output())
+    if output is not None:
+        figures = {"sites": {"stock": proof.stock.sites, "patched": proof.patched.sites}, "edges": proof.edges, "problems": proof.problems,
+                   "replay": {k: vars(v) for k, v in proof.summaries.items()}}  # fmt: skip
+        write_bytes(output, json.dumps(figures, indent=1).encode())
+    if proof.problems:
+        raise typer.Exit(NOT_PROVEN)
+
+
+@app.command()
+def schema(
+    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write it there instead of printing it.")] = None,
+) -> None:
+    """The JSON schema of patch specs, for editors and validators.
+
+    Example:
+
+      graphalign schema -o patch.schema.json
+    """
+    from graphalign.ir.files import write_bytes
+    from graphalign.patch.spec import PatchSpec
+
+    text = json.dumps(PatchSpec.model_json_schema(), indent=2)
+    if output is None:
+        print(text)
+    else:
+        console.require_output(output)
+        write_bytes(output, text.encode() + b"\n")
+
+
+def _build(model: str, spec: PatchSpec, layers: int | None) -> Any:
+    from graphalign.engines.examples import resolve_model
+    from graphalign.engines.trainer import build_trainer
+
+    regime = spec.regime
+    return build_trainer(
+        resolve_model(model),
+        layers=layers,
+        dtype=str(regime.get("param_dtype") or "bfloat16"),
+        attention=str(regime.get("attention") or "sdpa"),
+    )
+
+
+def _vocabulary(folder: Path) -> int:
+    config = json.loads((folder / "config.json").read_text())
+    return int(config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size") or 256)
+
+
+def _split(names: str) -> list[str]:
+    return [n.strip() for n in names.split(",") if n.strip()]

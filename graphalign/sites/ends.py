@@ -1,0 +1,60 @@
+"""Naming the ends of a training edge so that the name survives: module pattern, function, op, ordinal, source."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+from graphalign.evaluate import aten
+from graphalign.ir.dataflow import Dataflow, Op
+from graphalign.ir.training import Source, TrainingGraph
+from graphalign.sites.report import End
+
+_LAYER = re.compile(r"(?:^|\.)(\d+)(?=\.|$)")
+
+
+def layer_of(module: str) -> int | None:
+    """The first number in a module path: the layer."""
+    m = _LAYER.search(module)
+    return int(m.group(1)) if m else None
+
+
+def pattern_of(module: str) -> str:
+    """A module path with its layer number as `*`."""
+    return _LAYER.sub(lambda m: m.group(0).replace(m.group(1), "*"), module, count=1)
+
+
+class Ends:
+    """Makes `End`s of one training graph."""
+
+    def __init__(self, training: TrainingGraph, flow: Dataflow) -> None:
+        self.training, self.flow = training, flow
+        self.ordinals = self._number()
+
+    def _number(self) -> dict[int, int]:
+        """Ordinal of every op among equal ATen ops of the same function and module, over all nodes that ran."""
+        seen: Counter[tuple[str, str, str]] = Counter()
+        ordinal: dict[int, int] = {}
+        for n, node in enumerate(self.training.nodes):
+            function = self.training.sources[node.source].function if node.source is not None else ""
+            key = (node.module, function, aten.base(node.op))
+            ordinal[n] = seen[key]
+            seen[key] += 1
+        return {op.id: ordinal.get(op.detail.get("node", -1), 0) for op in self.flow.ops}
+
+    def end(self, op_id: int, slot: int | None = None) -> End:
+        """One end of an edge; `slot` for a consumer's operand."""
+        op = self.flow.ops[op_id]
+        s = self.source(op)
+        named = op.kind in ("parameter", "table")
+        what = op.target if op.kind in ("op", "anchor") else op.kind
+        base = End(module=pattern_of(op.target if named else op.module), op=what, ordinal=self.ordinals[op.id], operand=slot)
+        if s is None:
+            return base
+        span = {"line": s.line, "column": s.column, "end_line": s.end_line, "end_column": s.end_column}
+        return base.model_copy(update={"function": s.function, "file": s.file, "text": s.text, **span})
+
+    def source(self, op: Op) -> Source | None:
+        """The source expression of an op."""
+        known = isinstance(op.source, int) and 0 <= op.source < len(self.training.sources)
+        return self.training.sources[op.source] if known and isinstance(op.source, int) else None

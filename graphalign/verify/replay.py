@@ -1,0 +1,220 @@
+"""Replay: the live training model, with the engine's real anchor outputs in place of its own GEMMs and attention.
+
+Every region then gets exactly what the engine's region got, and what it hands to the next anchor is compared with what the
+engine's region handed over: region outputs only, never a GEMM's or an attention's.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphalign.align.align import Pair
+from graphalign.errors import AlignmentError
+from graphalign.evaluate.aten import ATTENTIONS, base
+from graphalign.ir.dataflow import Op
+from graphalign.verify.values import EngineValues
+
+_GEMMS = frozenset({"mm", "addmm"})
+
+
+@dataclass
+class Score:
+    """Agreement of one anchor operand."""
+
+    module: str
+    slot: int
+    equal: float
+    """Share of bitwise equal elements."""
+    ulp: int
+    """Largest distance, in units of the last place of the format."""
+    elements: int
+
+
+@dataclass
+class Anchor:
+    """What the engine's anchor read and wrote, for one training anchor."""
+
+    key: tuple[Any, ...]
+    output: torch.Tensor | None
+    """[tokens, features], the slice that belongs to this training anchor."""
+    operands: dict[int, torch.Tensor]
+
+
+def engine_anchors(pair: Pair, values: EngineValues) -> dict[tuple[Any, ...], Anchor]:
+    """The engine's values by anchor identity, a merged GEMM cut into its checkpoint tensors."""
+    nodes = {n.name: n for g in pair.capture_i.graphs for k in g.kernels for n in k.nodes}
+    rules = pair.inference.rules
+    out: dict[tuple[Any, ...], Anchor] = {}
+    for op in pair.flow_i.ops:
+        if op.kind != "anchor" or op.name not in values.writes:
+            continue
+        node, rule = nodes[op.name], rules.get(nodes[op.name].op)
+        names = [rule.input] if rule and rule.kind == "gemm" else list(rule.operands) if rule else [n for n, _ in node.args]
+        operands = {i: t for i, n in enumerate(names) if (t := values.reads.get((op.name, n))) is not None}
+        written = values.writes[op.name]
+        if op.target == "gemm":
+            for checkpoint, start, length in op.detail["segments"]:
+                part = written.reshape(-1, written.shape[-1])[:, start : start + length]
+                out["gemm", checkpoint, op.key[-1]] = Anchor(op.key, part, operands)
+        else:
+            out[op.key] = Anchor(op.key, written, operands)
+    return out
+
+
+class Replay(TorchDispatchMode):
+    """Replaces the results of anchors and compares their operands, in one forward of the live model."""
+
+    def __init__(self, model: nn.Module, pair: Pair, values: EngineValues) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.anchors = engine_anchors(pair, values)
+        self.names = {p.data_ptr(): n for n, p in reversed(list(model.named_parameters(remove_duplicate=False)))}
+        self.checkpoint = {n.replace("_graphalign", ""): n for n in self.names.values()}
+        self.attention = [op for op in pair.flow_t.ops if op.kind == "anchor" and op.target == "attention"]
+        self.by_weight: dict[str, list[Op]] = defaultdict(list)
+        for op in pair.flow_t.ops:
+            if op.kind == "anchor" and op.target == "gemm":
+                self.by_weight[str(op.key[1])].append(op)
+        self.used: dict[str, int] = defaultdict(int)
+        self.next_attention = 0
+        self.scores: list[Score] = []
+        self.output = values.output
+        self.tail = pair.regions.tail
+        self.replaced = 0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Patched layers run their Dynamo graphs under this mode as they do without it."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = base(str(func)) if func.namespace == "aten" else ""
+        if name in _GEMMS:
+            return self._gemm(func, args, kwargs)
+        if name in ATTENTIONS:
+            return self._attend(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _gemm(self, func: Any, args: Any, kwargs: Any) -> Any:
+        x, w = args[-2:]
+        weight = self.names.get(w.data_ptr())
+        ops = self.by_weight.get(weight or "", [])
+        n = self.used[weight or ""]
+        self.used[weight or ""] += 1
+        if n >= len(ops):
+            return func(*args, **kwargs)
+        op = ops[n]
+        anchor = self.anchors.get(op.key)
+        if anchor is None and op.id in self.tail and self.output is not None:
+            self._compare(op, 0, x, self.output)
+            return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if anchor is None or anchor.output is None:
+            return result
+        self._compare(op, 0, x, anchor.operands.get(0))
+        self.replaced += 1
+        return anchor.output.to(result.dtype).reshape(result.shape).clone()
+
+    def _attend(self, func: Any, args: Any, kwargs: Any) -> Any:
+        result = func(*args, **kwargs)
+        if self.next_attention >= len(self.attention):
+            return result
+        op = self.attention[self.next_attention]
+        self.next_attention += 1
+        anchor = self.anchors.get(op.key)
+        if anchor is None or anchor.output is None:
+            return result
+        for slot in range(3):
+            self._compare(op, slot, args[slot].transpose(1, 2), anchor.operands.get(slot))
+        self.replaced += 1
+        first = result[0] if isinstance(result, tuple | list) else result
+        b, h, t, d = first.shape
+        replaced = anchor.output.to(first.dtype).reshape(b, t, h, d).transpose(1, 2)
+        return (replaced, *result[1:]) if isinstance(result, tuple | list) else replaced
+
+    def _compare(self, op: Op, slot: int, mine: torch.Tensor, theirs: torch.Tensor | None) -> None:
+        if theirs is None:
+            return
+        a, b = mine.reshape(-1), theirs.reshape(-1)
+        if a.numel() != b.numel() and a.numel() % b.numel() == 0 and mine.dim() == 4:
+            a = mine[:, :, :: a.numel() // b.numel()].reshape(-1)  # key and value heads repeated before the kernel
+        if a.numel() != b.numel():
+            return
+        same = a.dtype == b.dtype
+        equal = float((a == b).double().mean()) if same else 0.0
+        self.scores.append(Score(op.module, slot, equal, ulp_distance(a, b) if same else -1, a.numel()))
+
+
+def ulp_distance(a: torch.Tensor, b: torch.Tensor) -> int:
+    """Largest distance of two equal-dtype tensors in units of the last place (monotonic integer order of floats)."""
+    integer = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}[a.dtype]
+    sign = -(2 ** (torch.iinfo(integer).bits - 1))
+
+    def order(x: torch.Tensor) -> torch.Tensor:
+        bits = x.contiguous().view(integer).long()
+        return torch.where(bits < 0, sign - bits, bits)
+
+    return int((order(a) - order(b)).abs().max()) if a.numel() else 0
+
+
+def replay(model: nn.Module, pair: Pair, values: EngineValues) -> list[Score]:
+    """Run the model on the recorded prompt with the engine's anchor outputs.
+
+    Args:
+        model: the trainer's model, stock or patched, in eval mode.
+        pair: both captures, of the stock model.
+        values: the engine's recorded values for one prompt.
+
+    Returns:
+        One score per anchor operand, in execution order.
+
+    Raises:
+        AlignmentError: not one anchor could be replaced.
+    """
+    ids = torch.tensor([values.tokens])
+    mode = Replay(model, pair, values)
+    with torch.no_grad():
+        model(input_ids=ids, use_cache=False)  # compile what is patched before the mode is on
+        mode.scores.clear()
+        with mode:
+            model(input_ids=ids, use_cache=False)
+    if not mode.replaced:
+        raise AlignmentError(
+            "not one anchor of the training model took the engine's values", hint="record the values with the same checkpoint"
+        )
+    return mode.scores
+
+
+@dataclass
+class Summary:
+    """Scores of one variant, by group."""
+
+    equal: dict[str, float] = field(default_factory=dict)
+    lowest: dict[str, float] = field(default_factory=dict)
+    ulp: dict[str, int] = field(default_factory=dict)
+    operands: dict[str, int] = field(default_factory=dict)
+
+
+def summarise(scores: Sequence[Score], reaches: dict[str, set[str]]) -> Summary:
+    """Mean and lowest share of equal elements, and the largest ULP distance, per group.
+
+    Args:
+        scores: from `replay`.
+        reaches: group to the anchor operands (`module[slot]`, layer as in the model) that its sites change.
+    """
+    out = Summary()
+    for group, operands in reaches.items():
+        mine = [s for s in scores if f"{s.module}[{s.slot}]" in operands]
+        if mine:
+            out.equal[group] = sum(s.equal for s in mine) / len(mine)
+            out.lowest[group] = min(s.equal for s in mine)
+            out.ulp[group] = max(s.ulp for s in mine)
+            out.operands[group] = len(mine)
+    return out
