@@ -121,6 +121,8 @@ class _Comparer:
                 return "unpatchable", inference, f"the engine's {p.target} leaves an unrounded result; the trainer's kernel rounds inside"
             if p.kind == "parameter":
                 return "unpatchable", inference, "the engine holds this parameter in a wider format"
+            if c.target == "composite":
+                return "unpatchable", inference, "the engine's fused op reads this operand unrounded; the trainer's module rounds inside too"
             if c.kind == "anchor":
                 return "unpatchable", inference, f"the engine's {c.target} reads an unrounded operand; the trainer's kernel cannot"
             return "keep", inference, ""

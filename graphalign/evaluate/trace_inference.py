@@ -17,7 +17,7 @@ from graphalign.errors import CaptureFileError, UnsupportedOpError
 from graphalign.evaluate import aten
 from graphalign.evaluate.opaque import OpaqueOp
 from graphalign.ir.args import references
-from graphalign.ir.dataflow import LOW_PRECISION, Dataflow, Op, Operand, Ref
+from graphalign.ir.dataflow import LOW_PRECISION, Dataflow, Op, Operand, Ref, selected_format
 from graphalign.ir.inference import Graph, InferenceGraph, Node, Parameter
 
 TRANSPARENT = frozenset({"neg", "identity", "to_dtype", "load", "store", "getitem", "masked"})
@@ -50,6 +50,8 @@ class Tracer:
     """(graph, input name) to op index."""
     constant: set[tuple[int, str, str]] = field(default_factory=set)
     """(graph, node, op of its body) of what depends on run-time inputs and tables only: the engine computes it in FP32."""
+    exact: dict[int, str] = field(default_factory=dict)
+    """Op index to the format its result is exact in already, see `selected_format`."""
     computed: dict[int, tuple[int, str]] = field(default_factory=dict)
     """Op index of a table that a kernel computes to (graph, node)."""
     _occurrences: dict[tuple[Any, ...], int] = field(default_factory=dict)
@@ -128,7 +130,7 @@ class Tracer:
         self.register[name] = self.register.get(name, ()) + refs
         buffer = self.buffers.get(name)
         dtype = (buffer.dtype if buffer else None) or "float32"
-        rounded = tuple(r.rounded(dtype, name) for r in refs)
+        rounded = tuple(r.through(name) if not r.roundings and self.exact.get(r.producer) == dtype else r.rounded(dtype, name) for r in refs)
         seen = {name}
         while True:
             self.memory[name] = _merge(self.memory.get(name, ()), rounded)
@@ -230,6 +232,8 @@ class Tracer:
         op = self.add(name=f"{node.name}.{name}", kind="op", target=target, operands=tuple(o for o in operands if o),
                       module=node.module, source=node.source or None, where=kernel)  # fmt: skip
         self.ids[g, node.name, name] = op.id
+        if all(operands):
+            self._selects(op, target)
         return _Slot((Ref(op.id),), False)
 
     def _extern(self, g: int, kernel: str, node: Node) -> None:
@@ -289,8 +293,13 @@ class Tracer:
         op = self.add(name=node.name, kind="op", target=node.op, operands=operands, module=node.module, source=node.source or None,
                       where=node.op)  # fmt: skip
         self.ids[g, node.name, ""] = op.id
+        self._selects(op)
         for o in node.outputs:
             self.write(o, (Ref(op.id),))
+
+    def _selects(self, op: Op, target: str = "") -> None:
+        if fmt := selected_format(target or aten.base(op.target), op.operands):
+            self.exact[op.id] = fmt
 
     def _opaque(self, g: int, kernel: str, node: Node, rule: OpaqueOp | None) -> None:
         ignored = set(rule.ignore) if rule else set()

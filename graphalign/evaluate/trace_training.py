@@ -9,7 +9,7 @@ from typing import Any
 from graphalign.evaluate.aten import ATTENTIONS, MATMULS, TRANSPARENT, base
 from graphalign.evaluate.trace_inference import nearest_anchors
 from graphalign.ir.args import references
-from graphalign.ir.dataflow import Dataflow, Op, Operand, Ref
+from graphalign.ir.dataflow import Dataflow, Op, Operand, Ref, selected_format
 from graphalign.ir.training import Node, TrainingGraph
 
 QUERY_KEY_VALUE = 3
@@ -131,8 +131,9 @@ class Tracer:
             op = self.add(name=f"%{outs[0].id}", kind="op", target=node.op, operands=operands, dtype=outs[0].dtype,
                           module=node.module, source=node.source, detail={"node": n})  # fmt: skip
             self.op_of_node[n] = op.id
+            exact = selected_format(name, operands)
             for o in outs:
-                self.refs[o.id] = (Ref(op.id).rounded(o.dtype),)
+                self.refs[o.id] = (Ref(op.id) if exact == o.dtype else Ref(op.id).rounded(o.dtype),)
 
     def operand_values(self, node: Node) -> list[int]:
         return [*references(node.args, "v"), *(v for a in node.kwargs.values() for v in references(a, "v"))]

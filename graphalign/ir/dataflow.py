@@ -6,11 +6,18 @@ through. A producer's elements reach a consumer's operand along one or more edge
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 LOW_PRECISION = frozenset({"bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"})
 """Formats below FP32: storing into one of them is a rounding."""
+
+
+SELECTIONS = frozenset(
+    {"topk", "sort", "amax", "amin", "relu", "abs", "index", "gather", "maximum", "minimum", "reduction.max", "reduction.min"}
+)
+"""Ops whose results are elements of their operands: storing them in the operands' own format is no rounding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +67,12 @@ class Op:
     key: tuple[Any, ...] = ()
     """Anchors: canonical identity shared by both sides. Parameters: checkpoint name."""
     detail: dict[str, Any] = field(default_factory=dict, compare=False, hash=False)
+
+
+def selected_format(target: str, operands: Sequence[Operand]) -> str:
+    """The format in which an op's result is exact already, because it only selects among operands rounded to it; empty if none."""
+    formats = {r.roundings[-1] if r.roundings else "" for o in operands for r in o}
+    return formats.pop() if target in SELECTIONS and len(formats) == 1 else ""
 
 
 @dataclass(frozen=True)

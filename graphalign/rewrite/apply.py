@@ -15,7 +15,7 @@ from torch import nn
 from graphalign.capture.frames import file_digest, relative_file
 from graphalign.errors import PatchError
 from graphalign.patch.spec import PatchSpec, load
-from graphalign.rewrite.live import ORIGINAL, patched_class
+from graphalign.rewrite.live import ORIGINAL, patched_class, root_class
 from graphalign.rewrite.units import UnitEdit, edits_by_unit, find_units
 
 log = logging.getLogger("graphalign")
@@ -90,13 +90,27 @@ def apply(model: nn.Module, spec: PatchSpec | str | Path, *, allow_stale: bool =
         if key not in classes:
             classes[key] = patched_class(cls, edits[name], dtypes[name], autocast)
         swapped.append((unit, cls, classes[key]))
-    for unit, _, new in swapped:
-        unit.__class__ = new
+    name, root = _root(model, list(units.values()))
+    if root is not None and root not in units.values():
+        inside = [n for n, m in root.named_modules() if any(m is u for u in units.values())]
+        swapped.append((root, type(root), root_class(type(root), len(units), inside)))
+    for module, _, new in swapped:
+        module.__class__ = new
     for group, n in sorted(Counter(e.group for es in edits.values() for e in es if e.consumer is not None).items()):
         log.info("graphalign: %s: %d edges patched", group, n)
     if spec.simulated:
         log.warning("graphalign: this patch comes from a simulated target; it has not been compared with a real device")
     return Patched(model, spec, swapped)
+
+
+def _root(model: nn.Module, units: list[nn.Module]) -> tuple[str, nn.Module | None]:
+    """The innermost module around all units that has a forward (not a ModuleList): it can tell when one of them did not run."""
+    found: tuple[str, nn.Module | None] = "", None
+    wanted = {id(u) for u in units}
+    for name, m in model.named_modules():
+        if wanted <= {id(x) for x in m.modules()} and getattr(type(m).forward, "__name__", "") != "_forward_unimplemented":
+            found = name, m
+    return found
 
 
 def _refuse_overlap(units: dict[str, nn.Module]) -> None:

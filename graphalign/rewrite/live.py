@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-import os
+import functools
+import inspect
 import threading
 import types
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,15 +14,33 @@ import torch
 from torch import nn
 
 from graphalign.errors import PatchError, PatchNotLiveError
-from graphalign.rewrite.edit import ENTRY, Rewritten, rewrite
+from graphalign.rewrite.alive import not_executed, refuse_dead, refuse_rounded_input
+from graphalign.rewrite.edit import ENTRY, rewrite
 from graphalign.rewrite.units import UnitEdit
 
-log = logging.getLogger("graphalign")
-_RUNNING = threading.local()
 RECOMPILE_LIMIT = 256
-"""Graphs per patched class: layers of one class differ in attributes that Dynamo specialises on."""
+"""Graphs per patched class: one for each combination of grad mode, train or eval, mask, batch one or more, …"""
 ORIGINAL = "_graphalign_original"
 """Attribute of a patched class: the class it was made from."""
+_PLAIN = (torch.Tensor, str, int, float, type(None), torch.dtype, torch.device)
+
+
+class _Running(threading.local):
+    """What the innermost patched forward of this thread has done so far."""
+
+    unit: Any = None
+    edits: list[int]
+    """Edits executed by the unit's forward."""
+    entered: int = 0
+    """Patched forwards entered, ever."""
+    units: set[int] | None = None
+    """Units that ran since the model around them was called."""
+
+    def __init__(self) -> None:
+        self.edits = []
+
+
+_RUN = _Running()
 
 
 def entry_cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -29,17 +48,8 @@ def entry_cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x.to(dtype)
 
 
-class Count(threading.local):
-    """Edits executed by the forward that runs now, per thread."""
-
-    ids: list[int]
-
-    def __init__(self) -> None:
-        self.ids = []
-
-
 def patched_class(cls: type[nn.Module], edits: Sequence[UnitEdit], dtype: torch.dtype, autocast: str | None) -> type[nn.Module]:
-    """A subclass of `cls` whose forward runs with the edits, or raises.
+    """A subclass of `cls` whose forward runs with the edits, or raises PatchNotLiveError.
 
     Args:
         cls: the module's class.
@@ -49,147 +59,155 @@ def patched_class(cls: type[nn.Module], edits: Sequence[UnitEdit], dtype: torch.
     """
     expected = sorted(e.id for e in edits)
     carried = any(e.consumer is not None and e.producer is None and e.kind == "keep" for e in edits)
-    count = Count()
+    names = list(inspect.signature(cls.forward).parameters)[1:]
     problems: list[str] = []
 
     def backend(gm: torch.fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
-        unit = getattr(_RUNNING, "unit", None)
-        if unit is None:
+        if _RUN.unit is None:
             raise PatchError("a patched layer was compiled outside its own forward")
         try:
             if carried:
-                _mark_entry(gm, dtype)
-            result: Rewritten = rewrite(gm, unit, edits)
+                _mark_entry(gm)
+            done = [e.id for e in rewrite(gm, _RUN.unit, edits).done]
         except Exception as e:
             problems.append(str(e))
             raise
-        ids = [e.id for e in result.done]
         forward = gm.forward
 
         def run(*args: Any) -> Any:
-            count.ids += ids
+            _RUN.edits += done
             return forward(*args)
 
         return run
 
     def graphalign_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if carried:
-            args, kwargs = _narrow(args, kwargs, dtype)
+            args, kwargs = _narrow(names, args, kwargs, dtype)
         return cls.forward(self, *args, **kwargs)
 
-    # a code object of its own, so that Dynamo's cache is not shared between patched classes
-    own = types.FunctionType(
-        graphalign_forward.__code__.replace(co_name=f"graphalign_{cls.__name__}"), graphalign_forward.__globals__, graphalign_forward.__name__,
-        graphalign_forward.__defaults__, graphalign_forward.__closure__,
-    )  # fmt: skip
-    # recompile_limit and isolate_recompiles are in torch 2.13 but not in its stubs
-    options: dict[str, Any] = {"recompile_limit": RECOMPILE_LIMIT, "isolate_recompiles": True}
-    compiled = torch.compile(own, backend=backend, dynamic=True, **options)
+    def compiled_forward() -> Callable[..., Any]:
+        # a code object of its own, so that Dynamo's cache is not shared between patched classes
+        code = graphalign_forward.__code__.replace(co_name=f"graphalign_{cls.__name__}")
+        own = types.FunctionType(
+            code, graphalign_forward.__globals__, graphalign_forward.__name__, graphalign_forward.__defaults__, graphalign_forward.__closure__
+        )
+        # recompile_limit and isolate_recompiles are in torch 2.13 but not in its stubs
+        options: dict[str, Any] = {"recompile_limit": RECOMPILE_LIMIT, "isolate_recompiles": True}
+        return torch.compile(own, backend=backend, dynamic=True, **options)
+
+    shared = compiled_forward()
+    single: weakref.WeakKeyDictionary[nn.Module, Callable[..., Any]] = weakref.WeakKeyDictionary()
+
+    def pick(self: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+        # With a state object (a KV cache) Dynamo specialises on the layer's index in it: one graph per layer. In a cache of its
+        # own, else every call tries all layers' guards and the recompile limit is reached by depth.
+        if all(map(_plain, args)) and all(map(_plain, kwargs.values())):
+            return shared
+        if self not in single:
+            single[self] = compiled_forward()
+        return single[self]
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _refuse_dead(cls, autocast, carried, dtype, args, kwargs)
-        outer, count.ids = count.ids, []
-        unit, _RUNNING.unit = getattr(_RUNNING, "unit", None), self
+        x = _find(names, args, kwargs)[1]
+        refuse_dead(cls, autocast, "cpu" if x is None else x.device.type)
+        if carried:
+            refuse_rounded_input(cls, x, dtype)
+        run = pick(self, args, kwargs)
+        _RUN.entered += 1
+        outer, _RUN.unit, _RUN.edits = (_RUN.unit, _RUN.edits), self, []
         try:
-            result = compiled(self, *args, **kwargs)
-            executed = sorted(count.ids)
+            result = run(self, *args, **kwargs)
+            executed = sorted(_RUN.edits)
         finally:
-            count.ids, _RUNNING.unit = outer, unit
+            _RUN.unit, _RUN.edits = outer
         if executed != expected:
+            not_executed(cls, edits, executed, hasattr(run, "_torchdynamo_orig_callable"), problems)
+        if _RUN.units is not None:
+            _RUN.units.add(id(self))
+        return result
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before = _RUN.entered
+        result = cls.__call__(self, *args, **kwargs)
+        if _RUN.entered == before:
             raise PatchNotLiveError(
-                f"{cls.__name__} ran {len(executed)} of the {len(expected)} edits of its patch",
-                where=problems[-1] if problems else _missing(edits, executed),
-                hint=_cause(problems),
+                f"{cls.__name__} ran without its patch: its forward was replaced",
+                where=f"forward is {getattr(vars(self).get('forward'), '__qualname__', 'inherited')}",
+                hint="undo the replacement, or make it call the forward that it replaced",
             )
         return result
 
-    body = {
-        "forward": torch._dynamo.disable(forward, recursive=False),
-        "__module__": cls.__module__,
-        "__qualname__": cls.__qualname__,
-        ORIGINAL: cls,
-    }
-    body["__doc__"] = cls.__doc__
-    return type(cls.__name__, (cls,), body)
+    return _subclass(cls, {"forward": functools.wraps(cls.forward)(forward), "__call__": functools.wraps(cls.__call__)(call)})
 
 
-def _first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str | int, torch.Tensor] | None:
-    """The layer's input: its first floating tensor argument."""
+def root_class(cls: type[nn.Module], count: int, names: Sequence[str]) -> type[nn.Module]:
+    """A subclass of the module around all units whose forward raises unless every one of them ran.
+
+    Args:
+        cls: the module's class.
+        count: number of units in it.
+        names: their paths from the module, for the message.
+    """
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        outer, _RUN.units = _RUN.units, set()
+        try:
+            result = cls.forward(self, *args, **kwargs)
+            ran = _RUN.units
+        finally:
+            _RUN.units = outer
+        if len(ran) < count:
+            here = dict(self.named_modules())
+            lost = [n for n in names if id(here.get(n)) not in ran]
+            raise PatchNotLiveError(
+                f"{cls.__name__} ran {len(ran)} of its {count} patched modules",
+                where=f"not run, or replaced since the patch was applied: {', '.join(lost[:4]) or 'unknown'}",
+                hint="undo the patch, replace the modules, then apply it",
+            )
+        return result
+
+    return _subclass(cls, {"forward": functools.wraps(cls.forward)(forward)})
+
+
+def _subclass(cls: type[nn.Module], methods: dict[str, Callable[..., Any]]) -> type[nn.Module]:
+    """A subclass with the same name, whose methods an outer torch.compile calls instead of tracing them."""
+    body: dict[str, Any] = {
+        "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, ORIGINAL: cls,
+    }  # fmt: skip
+    for name, method in methods.items():
+        body[name] = torch._dynamo.disable(method, recursive=False)
+    return type(cls)(cls.__name__, (cls,), body)
+
+
+def _plain(x: Any) -> bool:
+    return isinstance(x, _PLAIN) or (isinstance(x, tuple | list) and all(map(_plain, x)))
+
+
+def _find(names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | str, torch.Tensor] | tuple[None, None]:
+    """The layer's input: the first floating tensor in the order of its parameters."""
     for i, a in enumerate(args):
         if isinstance(a, torch.Tensor) and a.is_floating_point():
             return i, a
-    for k, a in kwargs.items():
+    for k in names:
+        a = kwargs.get(k)
         if isinstance(a, torch.Tensor) and a.is_floating_point():
             return k, a
-    return None
+    return None, None
 
 
-def _narrow(args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    found = _first_tensor(args, kwargs)
-    if found is None:
+def _narrow(names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    where, x = _find(names, args, kwargs)
+    if where is None or x is None:
         return args, kwargs
-    where, x = found
     narrow = entry_cast(x, dtype)
     if isinstance(where, int):
         return (*args[:where], narrow, *args[where + 1 :]), kwargs
     return args, {**kwargs, where: narrow}
 
 
-def _mark_entry(gm: torch.fx.GraphModule, dtype: torch.dtype) -> None:
+def _mark_entry(gm: torch.fx.GraphModule) -> None:
     """Find the entry cast: traced in `entry_cast`, of a placeholder."""
     for node in gm.graph.nodes:
         if node.op == "call_method" and node.target == "to" and "in entry_cast" in str(node.meta.get("stack_trace")):
             node.meta[ENTRY] = True
             return
-
-
-def _refuse_dead(cls: type, autocast: str | None, carried: bool, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise where Dynamo would run the stock forward without a word, before it marks the frame to be skipped for good."""
-    from torch._dynamo import eval_frame
-    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-
-    def fail(what: str, hint: str) -> None:
-        raise PatchNotLiveError(f"{cls.__name__} would run without its patch: {what}", hint=hint)
-
-    stance = getattr(getattr(eval_frame, "_stance", None), "stance", "default")
-    if stance in ("force_eager", "eager_on_recompile"):
-        fail(f"torch.compiler.set_stance({stance!r}) is active", "leave the stance at 'default' while the patched model runs")
-    if torch._dynamo.config.disable or os.environ.get("TORCH_COMPILE_DISABLE") == "1":
-        fail("torch.compile is disabled", "unset TORCH_COMPILE_DISABLE")
-    for mode in _get_current_dispatch_mode_stack():
-        ignores = getattr(type(mode), "ignore_compile_internals", None)
-        if not (callable(ignores) and ignores()):
-            fail(f"a TorchDispatchMode is active ({type(mode).__name__})", "run it outside, or on the unpatched model")
-    if carried:
-        found = _first_tensor(args, kwargs)
-        if found is not None and found[1].dtype == dtype:
-            fail(
-                f"its input arrives in {str(dtype).removeprefix('torch.')}, the patch passes it unrounded in float32",
-                "something between the layers casts it: with FSDP2 set MixedPrecisionPolicy(cast_forward_inputs=False)",
-            )
-    active = str(torch.get_autocast_dtype("cpu" if not torch.cuda.is_available() else "cuda")).removeprefix("torch.")
-    enabled = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-    if enabled != (autocast is not None):
-        fail(
-            f"autocast is {'on (' + active + ')' if enabled else 'off'}, the patch is for autocast {autocast or 'off'}",
-            "make a patch for this regime",
-        )
-
-
-def _missing(edits: Sequence[UnitEdit], executed: list[int]) -> str:
-    left = [e for e in edits if e.id not in executed]
-    return "not executed: " + "; ".join(
-        f"{e.group} {e.consumer.module}.{e.consumer.op}: {e.consumer.text}" if e.consumer else f"{e.group} (leaves the layer)"
-        for e in left[:4]
-    )
-
-
-def _cause(problems: list[str]) -> str:
-    from torch._dynamo.utils import counters
-
-    if problems:
-        return "the graph that Dynamo traced does not fit the patch; regenerate it with `graphalign find`"
-    reasons = [k for kind in ("recompile_limit", "cache_size_limit", "graph_break", "unimplemented") for k in counters.get(kind, {})]
-    return "Dynamo skipped the frame: " + (
-        "; ".join(map(str, reasons[-3:]))[:400] or "the recompile limit was hit, or compilation failed and errors are suppressed"
-    )

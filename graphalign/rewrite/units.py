@@ -66,7 +66,14 @@ def edits_by_unit(spec: PatchSpec) -> dict[str, tuple[UnitEdit, ...]]:
                     exits.add((up, pk))
                     out[up].append(UnitEdit(-1 - len(exits), group.name, "keep", edit.format, None, 0, pk))
                 number += 1
-    return {k: tuple(v) for k, v in out.items()}
+    return {k: tuple(sorted(v, key=_order)) for k, v in out.items()}
+
+
+def _order(e: UnitEdit) -> tuple[bool, str, str, int, int]:
+    """Equal layers get equal sequences, whatever order their edges came in."""
+    key = e.consumer or e.producer
+    assert key is not None
+    return e.consumer is None, key.module, f"{key.function} {key.op}", key.ordinal, e.operand
 
 
 def _relative(key: Key, module: str, unit: str) -> Key:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter, defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from graphalign.align.align import Alignment, Pair, Progress, align, prepare
+from graphalign.align.anchors import compare_anchors
 from graphalign.align.check import EXACT, Check, Edit, check
 from graphalign.align.edges import Comparison, Finding, compare, text
 from graphalign.ir.dataflow import Op
 from graphalign.ir.inference import InferenceGraph
 from graphalign.ir.training import TrainingGraph
 from graphalign.rules import rules_dir
+from graphalign.sites.divergence import Divergence, Parting, find_partings, label
 from graphalign.sites.ends import Ends, layer_of, pattern_of
 from graphalign.sites.groups import Namer, load_group_rules
 from graphalign.sites.report import Entry, Evidence, Group, NodeStatus, Report, Site
@@ -43,14 +46,24 @@ def diff(inference: InferenceGraph, training: TrainingGraph, *, rules: Path | No
     comparison = compare(al)
     compared = time.perf_counter()
     say("check", 0.0)
+    differences = compare_anchors(pair, al)
+    divergence = find_partings(al, comparison, differences, pair.unfolded)
+    comparison.findings = [_withdrawn(f) if f.consumer in divergence.behind else f for f in comparison.findings]
     proposed = [f for f in comparison.findings if f.verdict in ("keep", "round")]
     result = check(pair, [_edit(f) for f in proposed])
     checked = time.perf_counter()
-    report = _Builder(pair, al, comparison, result, Namer(al, load_group_rules(folder)), pair.capture_i, pair.capture_t).build(
+    report = _Builder(pair, al, comparison, result, Namer(al, load_group_rules(folder)), divergence).build(
         {"align": aligned - started, "compare": compared - aligned, "check": checked - compared}
     )
     say("check", 1.0)
     return report
+
+
+def _withdrawn(f: Finding) -> Finding:
+    """A finding behind a divergence: no site."""
+    if f.verdict not in ("keep", "round"):
+        return f
+    return replace(f, verdict="unplaced", reason="it is behind a place where the sides part")
 
 
 def _edit(f: Finding) -> Edit:
@@ -65,19 +78,19 @@ class _Builder:
         comparison: Comparison,
         result: Check,
         namer: Namer,
-        inference: InferenceGraph,
-        training: TrainingGraph,
+        divergence: Divergence,
     ) -> None:
         self.pair, self.al, self.comparison, self.check, self.namer = pair, al, comparison, result, namer
-        self.inference, self.training = inference, training
+        self.divergence = divergence
+        self.inference, self.training = pair.capture_i, pair.capture_t
         self.t, self.i = al.training, al.inference
-        self.ends = Ends(training, al.training)
+        self.ends = Ends(self.training, al.training)
 
     def build(self, seconds: dict[str, float]) -> Report:
         """The report."""
         self.refused: list[tuple[Finding, str]] = []
         groups = self._groups()
-        semantic = self._semantic()
+        semantic = self._partings(self.divergence.semantic)
         header = self.inference.header
         return Report(
             target={**header.target, "simulated": header.simulated},
@@ -92,7 +105,9 @@ class _Builder:
             simulated=header.simulated,
             groups=groups,
             interior=self._entries([(s, i, why) for (s, i), why in self.comparison.interior.items()]),
-            leftovers=self._entries([(s, i, why) for (s, i), why in self.comparison.leftover.items()]) + self._unplaced(semantic),
+            leftovers=self._entries([(s, i, why) for (s, i), why in self.comparison.leftover.items()])
+            + self._partings(self.divergence.opaque)
+            + self._unplaced(),
             undetermined=self._findings("undetermined") + self._refused() + self._unexplained(),
             conflicting=self._findings("conflicting"),
             unpatchable=self._findings("unpatchable"),
@@ -184,7 +199,7 @@ class _Builder:
         grouped: dict[tuple[str, str, str], list[Finding]] = defaultdict(list)
         for f, why in findings:
             p, c = self.t.ops[f.producer], self.t.ops[f.consumer]
-            what = f"{_label(p)} → {_label(c)}[{f.slot}]"
+            what = f"{label(p)} → {label(c)}[{f.slot}]"
             grouped[what, f"{self._where('training', p)} → {self._where('training', c)}", why].append(f)
         return tuple(
             Entry(
@@ -205,7 +220,7 @@ class _Builder:
     def _refused(self) -> tuple[Entry, ...]:
         return self._finding_entries([(f, f"proposed as {f.verdict}, but {why}") for f, why in self.refused])
 
-    def _unplaced(self, semantic: tuple[Entry, ...]) -> tuple[Entry, ...]:
+    def _unplaced(self) -> tuple[Entry, ...]:
         """Edges whose ends have no partner although the ops themselves are not listed."""
         listed = {i for side, i in self.comparison.leftover if side == "training"}
         found = [
@@ -218,9 +233,11 @@ class _Builder:
     def _unexplained(self) -> tuple[Entry, ...]:
         """Anchor operands that the sites' edits do not reproduce."""
         parted = set(self.al.parted)
+        bad = {(f.consumer, f.slot) for f in self.comparison.findings if f.verdict in ("conflicting", "unpatchable", "undetermined", "unplaced")}
+        bad |= {(f.consumer, f.slot) for f, _ in self.refused}
         out = []
         for key, share in self.check.patched.items():
-            if share < EXACT and key not in parted:
+            if share < EXACT and key not in parted and not self._explained(key, bad):
                 op = self.t.ops[key[0]]
                 out.append(Entry(side="both", what=f"operand {key[1]} of {op.target}", where=self._where("training", op), names=(op.name,), layers=_layers([op]),
                                  reason=f"with all sites applied {1 - share:.2%} of its elements still differ from the engine's"))  # fmt: skip
@@ -239,69 +256,38 @@ class _Builder:
                 )
         return tuple(out)
 
-    def _semantic(self) -> tuple[Entry, ...]:
-        """Where the sides part: the first training op of a region whose inputs are aligned and whose value is not on the other side."""
-        out: dict[tuple[str, str], list[Op]] = defaultdict(list)
-        reasons: dict[tuple[str, str], str] = {}
-        for (anchor, slot), why in self.al.parted.items():
-            if anchor in self.al.regions.tail and self.t.ops[anchor].kind == "output":
-                continue
-            culprit, reason = self._first_parted(anchor, slot, why)
-            if reason is None:
-                continue
-            key = (culprit.target, self._where("training", culprit))
-            out[key].append(culprit)
-            reasons.setdefault(key, reason)
+    def _partings(self, partings: tuple[Parting, ...]) -> tuple[Entry, ...]:
+        """Equal partings of different layers become one entry."""
+        grouped: dict[tuple[str, str], list[Parting]] = defaultdict(list)
+        for p in partings:
+            grouped[p.what, self._where("training", p.op)].append(p)
         return tuple(
             Entry(
                 side="both",
                 what=what,
                 where=where,
-                reason=reasons[what, where],
-                count=len({o.id for o in ops}),
-                names=tuple(dict.fromkeys(o.name for o in ops))[:8],
-                layers=_layers(ops),
+                reason=same[0].reason,
+                count=len({p.op.id for p in same}),
+                names=tuple(dict.fromkeys(p.op.name for p in same))[:8],
+                layers=_layers([p.op for p in same]),
             )
-            for (what, where), ops in out.items()
+            for (what, where), same in grouped.items()
         )
 
-    def _first_parted(self, anchor: int, slot: int, why: str) -> tuple[Op, str | None]:
-        op = self.t.ops[anchor]
-        if why == "no inference op matches this anchor":
-            return op, f"{op.target} has no counterpart in the inference graph"
-        above: set[int] = set()
-        todo = [r.producer for r in op.operands[slot]]
+    def _explained(self, key: tuple[int, int], bad: set[tuple[int, int]]) -> bool:
+        """Whether an entry of its own names an edge above an anchor's operand, within the region."""
+        seen: set[int] = set()
+        todo = [key]
         while todo:
-            i = todo.pop()
-            if i in above or self.t.ops[i].kind != "op":
-                continue
-            above.add(i)
-            if i not in self.al.regions.sums or i not in self.al.partners:
-                todo += [r.producer for o in self.t.ops[i].operands for r in o]
-        for i in sorted(above):
-            x = self.t.ops[i]
-            if i in self.al.partners or ("training", i) in self.comparison.interior:
-                continue
-            if ("training", i) in self.al.unsupported:
-                return x, None
-            aligned = all(
-                self.t.ops[r.producer].kind != "op"
-                or r.producer in self.al.partners
-                or ("training", r.producer) in self.comparison.interior
-                for o in x.operands
-                for r in o
-            )
-            if aligned:
-                last = [self.t.ops[r.producer] for o in x.operands for r in o if r.producer in self.al.partners]
-                tail = f"; last joined: {', '.join(_label(y) + ' ' + y.name for y in last[:3])}" if last else ""
-                note = self._table_reason(x)
-                return x, f"its operands are aligned and its value is not on the inference side{tail}{note}"
-        return op, f"operand {slot}: {why}"
-
-    def _table_reason(self, op: Op) -> str:
-        bad = {m.op: m for m in self.al.tables if not m.name}
-        hit = [bad[r.producer] for o in op.operands for r in o if r.producer in bad]
-        return f"; the table it reads differs from the engine's by up to {hit[0].worst:.1f} units in the last place" if hit else ""
+            consumer, slot = todo.pop()
+            if (consumer, slot) in bad:
+                return True
+            for ref in self.t.ops[consumer].operands[slot]:
+                p = self.t.ops[ref.producer]
+                if p.kind == "op" and p.id not in seen:
+                    seen.add(p.id)
+                    todo += [(p.id, s) for s in range(len(p.operands))]
+        return False
 
     def _table_notes(self) -> tuple[str, ...]:
         return tuple(
@@ -372,10 +358,6 @@ class _Builder:
     def _reason(self, side: str, op: Op) -> str:
         key = (side, op.id)
         return self.comparison.leftover.get(key) or self.comparison.interior.get(key) or self.al.unsupported.get(key) or ""
-
-
-def _label(op: Op) -> str:
-    return op.target if op.kind in ("op", "anchor") else f"{op.kind} {op.target}"
 
 
 def _layers(ops: list[Op]) -> tuple[int, ...]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from graphalign.sites.report import End, Entry, Report, Site
+
+LONGEST = 36
+"""Longest source expression shown in the table, in characters."""
 
 
 def ranges(numbers: tuple[int, ...]) -> str:
@@ -22,21 +26,17 @@ def ranges(numbers: tuple[int, ...]) -> str:
 
 def render_table(report: Report, console: Console) -> None:
     """Print groups and sites, then what is not a site, then what to do next."""
-    table = Table(title="Where BF16 rounding moved", title_justify="left", show_lines=False, pad_edge=False)
-    table.add_column("group", no_wrap=True)
-    table.add_column("what moves", overflow="fold")
+    table = Table(title="Where BF16 rounding moved", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("group: value → reader", overflow="fold")
     table.add_column("layers", no_wrap=True)
-    table.add_column("where in the source", overflow="fold")
-    table.add_column("edges", justify="right")
+    table.add_column("edges", justify="right", no_wrap=True)
+    table.add_column("reader's source", overflow="fold")
     for group in report.groups:
-        for n, site in enumerate(group.sites):
-            table.add_row(
-                Text(group.name if n == 0 else ""),
-                Text(_moves(site)),
-                ranges(site.layers) or "final",
-                Text(_place(site.consumer)),
-                str(site.count),
-            )
+        kinds = " and ".join(dict.fromkeys(_kind(s) for s in group.sites))
+        edges = sum(s.count for s in group.sites)
+        table.add_row(Text(f"{group.name}, {kinds}", style="bold"), "", Text(str(edges), style="bold"), "")
+        for site in group.sites:
+            table.add_row(Text("  " + _moves(site)), ranges(site.layers) or "outside", str(site.count), Text(_place(site.consumer)))
         table.add_section()
     if report.groups:
         console.print(table)
@@ -54,28 +54,32 @@ def render_table(report: Report, console: Console) -> None:
 
 
 def _moves(site: Site) -> str:
-    verb = "stays FP32" if site.kind == "keep" else f"is rounded to {site.inference[-1]}"
-    return f"{_short(site.producer)} {verb} into {_short(site.consumer)}"
+    return f"{_short(site.producer)} → {_short(site.consumer)}"
+
+
+def _kind(site: Site) -> str:
+    return "kept in FP32" if site.kind == "keep" else f"rounded to {site.inference[-1]}"
 
 
 def _short(end: End) -> str:
     if end.op in ("parameter", "table"):
         return f"{end.op} {end.module}"
     text = " ".join(end.text.split())
-    return text if 0 < len(text) <= 44 else f"{end.op.removeprefix('aten.').split('.')[0]} in {end.module.split('.')[-1] or end.module}"
+    if 0 < len(text) <= LONGEST:
+        return text
+    return f"{end.op.removeprefix('aten.').split('.')[0]} in {end.module.split('.')[-1] or end.module}"
 
 
 def _place(end: End) -> str:
-    return f"{end.file.split('/')[-1]}:{end.line} {end.module}" if end.file else end.module
+    return f"{end.file.split('/')[-1]}:{end.line}" if end.file else end.module
 
 
 def _summary(report: Report, console: Console) -> None:
     s, c = report.stats, report.stats["check"]
     line = Text()
     line.append(f"{s['sites']} edges in {sum(len(g.sites) for g in report.groups)} sites, {len(report.groups)} groups", style="bold")
-    line.append(
-        f"; {s['training_paired']}/{s['training_ops']} training ops and {s['anchors']} anchors aligned, {sum(e.count for e in report.interior)} interior steps"
-    )
+    interior = sum(e.count for e in report.interior)
+    line.append(f"; {s['training_paired']}/{s['training_ops']} training ops and {s['anchors']} anchors aligned, {interior} interior steps")
     console.print(line)
     if c["operands"]:
         console.print(

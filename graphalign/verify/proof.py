@@ -129,7 +129,7 @@ def _variants(
     if {g.name for g in whole.groups} != {g.name for g in spec.groups}:
         out["all groups"] = whole
     out["negated"] = negated(spec, al, comparison, ends)
-    out["everything in FP32"] = everything_fp32(spec, al, comparison, ends)
+    out["all in FP32"] = everything_fp32(spec, al, comparison, ends)
     return out
 
 

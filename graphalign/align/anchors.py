@@ -1,0 +1,99 @@
+"""Comparing what matched anchors are: attention parameters, and whether a GEMM adds a bias. A difference is semantic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from graphalign.align.align import Alignment, Pair
+from graphalign.ir.dataflow import Op
+from graphalign.ir.inference import Attention
+
+SCALE_TOLERANCE = 2.0**-20
+"""Relative: one side may keep its scale in FP32."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One matched anchor that is not the same on both sides."""
+
+    op: int
+    """Training op."""
+    parameter: str
+    reason: str
+
+
+def compare_anchors(pair: Pair, al: Alignment) -> list[Difference]:
+    """Differences between matched anchors, in execution order."""
+    layers = {a.layer: a for a in pair.capture_i.attention}
+    longest = pair.capture_t.header.model.get("max_position_embeddings") or pair.capture_i.header.model.get("max_position_embeddings")
+    found: list[Difference] = []
+    for op in al.training.ops:
+        if op.kind != "anchor":
+            continue
+        for i in al.partners.get(op.id, ())[:1]:
+            other = al.inference.ops[i]
+            if op.target == "attention" and (layer := layers.get(str(other.detail.get("layer")))) is not None:
+                found += [Difference(op.id, name, why) for name, why in _attention(op, _shape(pair, op), layer, longest)]
+            elif op.target == "gemm" and bool(op.detail.get("bias")) != bool(other.detail.get("bias")):
+                here, there = ("adds a bias", "adds none") if op.detail.get("bias") else ("adds no bias", "adds one")
+                found.append(Difference(op.id, "bias", f"the trainer's {op.target} {here}, the engine's {there}"))
+    return found
+
+
+def _shape(pair: Pair, op: Op) -> tuple[int, ...]:
+    first = pair.capture_t.nodes[op.detail["node"]].outputs[0]
+    return first.shape if first is not None else ()
+
+
+def _attention(op: Op, shape: tuple[int, ...], engine: Attention, longest: Any) -> list[tuple[str, str]]:
+    """Parameters of an attention anchor that differ, with the reason.
+
+    A window counts the token itself on both sides (Transformers' `sliding_window`, `Attention.window`); one that no sequence
+    exceeds is none. A missing scale is 1/sqrt(head size). A plain `scaled_dot_product_attention` call shows its scale only: the
+    window may be in its mask.
+    """
+    given: dict[str, Any] = op.detail.get("parameters", {})
+    recorded = "implementation" in given
+    scale = given.get("scaling") if recorded else given.get("scale")
+    if scale is None and shape:
+        scale = shape[-1] ** -0.5
+    out: list[tuple[str, str]] = []
+    if isinstance(scale, int | float) and engine.scale and abs(scale - engine.scale) > SCALE_TOLERANCE * abs(engine.scale):
+        out.append(("scale", f"the trainer's attention scale is {scale:.8g}, the engine's {engine.scale:.8g}"))
+    if not recorded:
+        return out
+    dropped = set(given.get("ignored") or ())
+    unused = f", which the trainer's {given['implementation']} attention ignores" if dropped else ""
+
+    def limit(window: Any) -> int | None:
+        return window if isinstance(window, int) and window > 0 and not (isinstance(longest, int) and window >= longest) else None
+
+    mine, theirs = limit(given.get("sliding_window")), limit(engine.window)
+    if mine != theirs:
+        out.append(("window", f"the trainer's attention window is {mine or 'unlimited'}, the engine's {theirs or 'unlimited'}"))
+    cap, other = float(given.get("softcap") or 0.0), float(engine.softcap or 0.0)
+    if abs(cap - other) > SCALE_TOLERANCE * abs(other):
+        why = unused if "softcap" in dropped else ""
+        out.append(("soft-cap", f"the trainer's attention soft-cap is {cap or 'none'}, the engine's {other or 'none'}{why}"))
+    sinks = given.get("sinks") is not None
+    if sinks != engine.sinks:
+        why = unused if "sinks" in dropped else ""
+        has = {True: "has sinks", False: "has no sinks"}
+        out.append(("sinks", f"the trainer's attention {has[sinks]}, the engine's {has[engine.sinks]}{why}"))
+    return out
+
+
+def downstream(al: Alignment, starts: set[int]) -> set[int]:
+    """Training ops behind some ops or anchors, up to the next anchors and residual sums, these included."""
+    consumers = al.training.consumers()
+    seen: set[int] = set()
+    todo = [c for s in starts for c, _ in consumers.get(s, ())]
+    while todo:
+        i = todo.pop()
+        if i in seen:
+            continue
+        seen.add(i)
+        if al.training.ops[i].kind == "op" and i not in al.regions.sums:
+            todo += [c for c, _ in consumers.get(i, ())]
+    return seen

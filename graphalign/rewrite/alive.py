@@ -1,0 +1,110 @@
+"""Where Dynamo would run the stock forward without a word: refused before it happens, or named after it did."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch._dynamo import eval_frame
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _len_torch_dispatch_stack
+
+from graphalign.errors import PatchNotLiveError
+from graphalign.rewrite.units import UnitEdit
+
+_DEAD_STANCES = frozenset({"force_eager", "eager_on_recompile", "eager_then_compile", "aot_eager_then_compile"})
+
+
+def refuse_dead(cls: type, autocast: str | None, device: str) -> None:
+    """Raise where Dynamo would skip a frame: it marks some of them (a dispatch mode) as skipped for good.
+
+    Seen on torch 2.13. Called on every forward of a patched module, so everything here is a few attribute reads.
+
+    Args:
+        cls: the stock class, for the message.
+        autocast: the regime's autocast dtype, None for none.
+        device: device type of the module's input.
+    """
+    stance = eval_frame._stance
+    if stance.stance != "default" or stance.backend is not None:
+        if stance.stance in _DEAD_STANCES or stance.backend is not None:
+            _fail(
+                cls,
+                f"torch.compiler.set_stance({stance.stance!r}{', force_backend=…' if stance.backend is not None else ''}) is active",
+                "leave the stance at 'default' while the patched model runs",
+            )
+    if torch._dynamo.config.disable:
+        _fail(cls, "torch.compile is disabled", "unset TORCH_COMPILE_DISABLE, or set torch._dynamo.config.disable = False")
+    if _len_torch_dispatch_stack():  # type: ignore[no-untyped-call]
+        for mode in _get_current_dispatch_mode_stack():  # type: ignore[no-untyped-call]
+            if not type(mode).ignore_compile_internals():
+                _fail(
+                    cls,
+                    f"a TorchDispatchMode is active ({type(mode).__name__})",
+                    "run it outside the mode, or count on the unpatched model",
+                )
+    enabled = torch.is_autocast_enabled(device)
+    if enabled or autocast is not None:
+        active = str(torch.get_autocast_dtype(device)).removeprefix("torch.") if enabled else None
+        if active != autocast:
+            _fail(
+                cls,
+                f"autocast is {f'on ({active})' if active else 'off'}, the patch is for autocast {f'on ({autocast})' if autocast else 'off'}",
+                "make a patch for this regime: `graphalign find` with the autocast that training uses",
+            )
+
+
+def refuse_rounded_input(cls: type, x: torch.Tensor | None, dtype: torch.dtype) -> None:
+    """Raise if a value that the layer before left unrounded arrives rounded."""
+    if x is not None and x.dtype == dtype:
+        _fail(
+            cls,
+            f"its input arrives in {str(dtype).removeprefix('torch.')}, the patch passes it unrounded in float32",
+            "something between the layers casts it: with FSDP2 set MixedPrecisionPolicy(cast_forward_inputs=False); "
+            "or the layer before was replaced or undone",
+        )
+
+
+def not_executed(cls: type, edits: Sequence[UnitEdit], executed: Sequence[int], compiled: bool, problems: Sequence[str]) -> NoReturn:
+    """Raise for a forward that ran without some of its edits."""
+    raise PatchNotLiveError(
+        f"{cls.__name__} ran {len(executed)} of the {len(edits)} edits of its patch",
+        where=problems[-1] if problems else _missing(edits, executed),
+        hint=_cause(compiled, executed, problems),
+    )
+
+
+def _fail(cls: type, what: str, hint: str) -> NoReturn:
+    raise PatchNotLiveError(f"{cls.__name__} would run without its patch: {what}", hint=hint)
+
+
+def _missing(edits: Sequence[UnitEdit], executed: Sequence[int]) -> str:
+    left = [e for e in edits if e.id not in executed]
+    names = [
+        f"{e.group}: {e.consumer.module or 'the layer'}.{e.consumer.op}: {e.consumer.text}" if e.consumer else f"{e.group}: leaves the layer"
+        for e in left
+    ]
+    return "not executed: " + "; ".join(names[:4]) + (f"; and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _cause(compiled: bool, executed: Sequence[int], problems: Sequence[str]) -> str:
+    if problems:
+        return "the graph that Dynamo traced does not fit the patch; regenerate it with `graphalign find`"
+    if not compiled or os.environ.get("TORCHDYNAMO_DISABLE") == "1":
+        return "torch.compile was disabled when the patch was applied: unset TORCHDYNAMO_DISABLE and apply it again"
+    if executed:
+        return (
+            "the module no longer runs the code that the patch is for: a submodule, method or kernel was replaced after the patch was made; "
+            "undo that, or regenerate the patch with `graphalign find`"
+        )
+    from torch._dynamo.utils import counters
+
+    reasons: list[Any] = [k for kind, found in counters.items() if kind in ("unimplemented", "graph_break", "frames_skipped") for k in found]
+    if torch._dynamo.config.suppress_errors:
+        return "Dynamo ran the stock forward: torch._dynamo.config.suppress_errors hides a failed compilation; set it to False"
+    return (
+        "Dynamo skipped the frame: the recompile limit was hit, or it was marked to be skipped"
+        + (f" ({'; '.join(map(str, reasons[-3:]))[:300]})" if reasons else "")
+        + "; apply the patch again after torch._dynamo.reset()"
+    )

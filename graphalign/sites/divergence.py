@@ -1,0 +1,141 @@
+"""Where the two sides part: differing anchors, and the first op of a region whose value the engine does not have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from graphalign.align.align import Alignment
+from graphalign.align.anchors import Difference, downstream
+from graphalign.align.edges import Comparison
+from graphalign.ir.dataflow import Op
+
+
+@dataclass(frozen=True)
+class Parting:
+    """A place where the sides part."""
+
+    op: Op
+    """Training op or anchor."""
+    what: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """All partings, and what lies behind them."""
+
+    semantic: tuple[Parting, ...]
+    """The sides compute different functions here."""
+    opaque: tuple[Parting, ...]
+    """Nothing can be said here: it is behind an op of the engine that has no partner or could not be evaluated."""
+    behind: frozenset[int]
+    """Training ops behind a parting, within their region: none of their edges is a site."""
+
+
+def find_partings(al: Alignment, comparison: Comparison, differences: list[Difference], unfolded: dict[str, str]) -> Divergence:
+    """Sort out why anchor operands do not join.
+
+    Args:
+        al: the alignment.
+        comparison: judged edges; its interior ops have no partner by construction.
+        differences: matched anchors that differ.
+        unfolded: modules that the engine runs as one op and that are no anchor on the training side, with the reason.
+    """
+    return _Finder(al, comparison, unfolded).run(differences)
+
+
+class _Finder:
+    def __init__(self, al: Alignment, comparison: Comparison, unfolded: dict[str, str]) -> None:
+        self.al, self.comparison, self.unfolded = al, comparison, unfolded
+        self.t, self.i = al.training, al.inference
+        self.lost = {op.id for op in self.i.ops if op.kind == "anchor" and not al.reverse.get(op.id)}
+        """Anchors of the engine without a partner: what they return is unknown to the training side."""
+
+    def run(self, differences: list[Difference]) -> Divergence:
+        semantic = [Parting(self.t.ops[d.op], f"{self.t.ops[d.op].target} {d.parameter}", d.reason) for d in differences]
+        opaque: list[Parting] = []
+        behind = downstream(self.al, {d.op for d in differences})
+        for (anchor, slot), why in self.al.parted.items():
+            if anchor in self.al.regions.tail and self.t.ops[anchor].kind == "output":
+                continue
+            culprit, reason = self._first(anchor, slot, why)
+            if reason is None or culprit.id in behind:
+                continue
+            if (unknown := self._unknown(anchor, slot, culprit)) is not None:
+                opaque.append(Parting(culprit, culprit.target, unknown))
+            else:
+                semantic.append(Parting(culprit, culprit.target, reason))
+        behind |= downstream(self.al, {p.op.id for p in (*semantic, *opaque)})
+        return Divergence(tuple(semantic), tuple(opaque), frozenset(behind))
+
+    def _unknown(self, anchor: int, slot: int, culprit: Op) -> str | None:
+        """Why a value cannot be expected to join: what the engine's operand depends on, if that is not known."""
+        partners = self.al.partners.get(anchor, ())
+        if not partners:
+            inside = next((f"the engine runs {m} as one op, and {why}" for m, why in self.unfolded.items() if _within(culprit, m)), None)
+            if inside or not self.lost:
+                return inside
+            names = sorted({self.i.ops[i].target for i in self.lost})
+            return f"no inference op matches this anchor; the engine has ops whose inside is not known: {', '.join(names[:3])}"
+        for i in partners:
+            op = self.i.ops[i]
+            seen: set[int] = set()
+            todo = [r.producer for s in op.operands[slot : slot + 1] for r in s]
+            while todo:
+                x = todo.pop()
+                if x in seen:
+                    continue
+                seen.add(x)
+                y = self.i.ops[x]
+                if x in self.lost:
+                    return f"the engine's value comes from {y.target} ({y.name}), which has no partner: an opaque op"
+                if (why := self.al.unsupported.get(("inference", x))) is not None:
+                    return f"the engine's value comes from {y.name}, which could not be evaluated: {why.splitlines()[0]}"
+                if y.kind == "op":
+                    todo += [r.producer for o in y.operands for r in o]
+        return None
+
+    def _first(self, anchor: int, slot: int, why: str) -> tuple[Op, str | None]:
+        """The first training op above an anchor's operand whose operands are aligned and whose own value is not."""
+        op = self.t.ops[anchor]
+        if why == "no inference op matches this anchor":
+            return op, f"{op.target} has no counterpart in the inference graph"
+        above: set[int] = set()
+        todo = [r.producer for r in op.operands[slot]]
+        while todo:
+            i = todo.pop()
+            if i in above or self.t.ops[i].kind != "op":
+                continue
+            above.add(i)
+            if i not in self.al.regions.sums or i not in self.al.partners:
+                todo += [r.producer for o in self.t.ops[i].operands for r in o]
+        for i in sorted(above):
+            x = self.t.ops[i]
+            if self._placed(i):
+                continue
+            if ("training", i) in self.al.unsupported:
+                return x, None
+            if all(self.t.ops[r.producer].kind != "op" or self._placed(r.producer) for o in x.operands for r in o):
+                last = [self.t.ops[r.producer] for o in x.operands for r in o if r.producer in self.al.partners]
+                tail = f"; last joined: {', '.join(f'{label(y)} {y.name}' for y in last[:3])}" if last else ""
+                return x, f"its operands are aligned and its value is not on the inference side{tail}{self._table(x)}"
+        if why == "it could not be evaluated":
+            return op, None
+        return op, f"operand {slot}: {why}"
+
+    def _placed(self, i: int) -> bool:
+        return i in self.al.partners or ("training", i) in self.comparison.interior
+
+    def _table(self, op: Op) -> str:
+        bad = {m.op: m for m in self.al.tables if not m.name}
+        hit = [bad[r.producer] for o in op.operands for r in o if r.producer in bad]
+        return f"; the table it reads differs from the engine's by up to {hit[0].worst:.1f} units in the last place" if hit else ""
+
+
+def _within(op: Op, module: str) -> bool:
+    return op.module == module or op.module.startswith(module + ".")
+
+
+def label(op: Op) -> str:
+    """An op in a word or two."""
+    return op.target if op.kind in ("op", "anchor") else f"{op.kind} {op.target}"
