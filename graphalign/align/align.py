@@ -23,6 +23,8 @@ from graphalign.ir.training import TrainingGraph
 
 Progress = Callable[[str, float | None], None]
 SEED = 20240917
+PARTS = 8
+"""A kernel may hold no less than this part of a residual sum (a row maximum of it is not the sum)."""
 
 
 @dataclass
@@ -199,13 +201,21 @@ class _Sums:
                     return val
                 mapped = _transfer(val.data, exact, fresh.data)
                 if mapped is not None:
-                    key = ("transferred", fresh.id, tuple(val.data.shape))
-                    if mapped.shape == fresh.data.shape:
-                        return fresh
-                    known = self.arithmetic.intern(key) or self.arithmetic.put(key, mapped)
-                    self.ops.setdefault(known.id, self.ops[fresh.id])
-                    return known
+                    return self._known(mapped, fresh)
+        for known in self.exact.values():
+            for exact, fresh in known:
+                if exact.numel() // PARTS <= n < exact.numel() and (mapped := _transfer(val.data, exact, fresh.data)) is not None:
+                    return self._known(mapped, fresh)
         return val
+
+    def _known(self, mapped: torch.Tensor, fresh: Val) -> Val:
+        """`mapped`, elements of `fresh` in another layout, with one identity per layout."""
+        if mapped.shape == fresh.data.shape and torch.equal(mapped, fresh.data):
+            return fresh
+        key = ("transferred", fresh.id, tuple(mapped.shape), hash(mapped.numpy().tobytes()))
+        known = self.arithmetic.intern(key) or self.arithmetic.put(key, mapped)
+        self.ops.setdefault(known.id, self.ops[fresh.id])
+        return known
 
 
 def _signature(data: torch.Tensor) -> tuple[int, int]:
@@ -219,18 +229,26 @@ def _signature(data: torch.Tensor) -> tuple[int, int]:
 
 
 def _transfer(data: torch.Tensor, exact: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor | None:
-    """`fresh` in the layout of `data`, if `data` holds the elements of `exact`; else None."""
+    """`fresh` in the layout of `data`, if `data` holds elements of `exact`, all of them or some; else None."""
     a, b = data.reshape(-1), exact.reshape(-1)
     tolerance = 2.0**-40
-    if bool(((a - b).abs() <= tolerance * b.abs()).all()):
+    if len(a) == len(b) and bool(((a - b).abs() <= tolerance * b.abs()).all()):
         return fresh.reshape(data.shape)
-    x, i = a.sort()
     y, j = b.sort()
-    if not bool(((x - y).abs() <= tolerance * y.abs()).all()):
-        return None
-    out = torch.empty_like(a)
-    out[i] = fresh.reshape(-1)[j]
-    return out.view(data.shape)
+    if len(a) == len(b):
+        x, i = a.sort()
+        if not bool(((x - y).abs() <= tolerance * y.abs()).all()):
+            return None
+        out = torch.empty_like(a)
+        out[i] = fresh.reshape(-1)[j]
+        return out.view(data.shape)
+    for some in (a[:16], a):
+        above = torch.searchsorted(y, some).clamp(max=len(y) - 1)
+        below = (above - 1).clamp(min=0)
+        near = torch.where((some - y[below]).abs() < (some - y[above]).abs(), below, above)
+        if not bool(((some - y[near]).abs() <= tolerance * y[near].abs()).all()):
+            return None
+    return fresh.reshape(-1)[j[near]].view(data.shape)
 
 
 def _match_sources(flow_t: Dataflow, flow_i: Dataflow, partners: dict[int, list[int]], tables: list[TableMatch]) -> None:

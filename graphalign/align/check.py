@@ -49,6 +49,8 @@ class Confirmation:
     """Anchor operands that must."""
     share: float
     """Share of their elements that differ."""
+    exact: bool = False
+    """The operand is the same with and without its roundings (a selection, a product with a power of two): no site, and no failure."""
 
     @property
     def ok(self) -> bool:
@@ -192,7 +194,21 @@ def _confirm(checker: Checker, base: run_training.Run, everything: Edits, edit: 
             changed.append(checker.name(key))
             different += (1 - share) * b.numel()
             total += b.numel()
-    return Confirmation(tuple(changed), tuple(predicted), different / total if total else 0.0)
+    exact = not changed and _is_exact(base, edit)
+    return Confirmation(tuple(changed), tuple(predicted), different / total if total else 0.0, exact)
+
+
+def _is_exact(base: run_training.Run, edit: Edit) -> bool:
+    """Whether an operand's roundings change none of its elements."""
+    tracer = base.tracer
+    node = base.capture.nodes[tracer.ops[edit.consumer].detail["node"]]
+    read = [v for v in tracer.operand_values(node) if tracer.edges(v)]
+    if edit.slot >= len(read):
+        return False
+    a, b = base.value(read[edit.slot]).data, base._unrounded(read[edit.slot])
+    if edit.kind == "round":
+        b = run_training.round_to(a, edit.format)
+    return a.shape == b.shape and torch.equal(a, b)
 
 
 class Redo(run_training.Run):

@@ -24,6 +24,8 @@ class Regions:
     """Region to the (anchor or output op, slot) operands it feeds."""
     tail: frozenset[int] = frozenset()
     """Ops behind the last hidden state: lm_head and what follows, outside the engine's compiled graph."""
+    partial: frozenset[int] = frozenset()
+    """Partial sums of residual sums of three and more terms."""
 
 
 def residual_sums(flow: Dataflow) -> frozenset[int]:
@@ -33,14 +35,30 @@ def residual_sums(flow: Dataflow) -> frozenset[int]:
     Of a sum of several terms (`residual + attention + mlp`) only the whole is one: its partial sums are read by nothing
     else, and the other side may add the terms in another order.
     """
-    consumers = flow.consumers()
-    adds = {op.id for op in flow.ops if op.kind == "op" and base(op.target) in ("add", "sub") and len(op.operands) == 2}
-    inner = {i for i in adds if len(consumers.get(i, ())) == 1 and consumers[i][0][0] in adds}
+    adds, inner = _adds(flow)
     found: set[int] = set()
     for i in sorted(adds - inner):
         heads = [{r.producer for r in operand} for operand in _leaves(flow, i, inner)]
         if any(_reaches_through_anchor(flow, a, b) for a in heads for b in heads if a is not b):
             found.add(i)
+    return frozenset(found)
+
+
+def _adds(flow: Dataflow) -> tuple[set[int], set[int]]:
+    """Additions of two values, and those of them that nothing but another addition reads."""
+    consumers = flow.consumers()
+    adds = {op.id for op in flow.ops if op.kind == "op" and base(op.target) in ("add", "sub") and len(op.operands) == 2}
+    return adds, {i for i in adds if len(consumers.get(i, ())) == 1 and consumers[i][0][0] in adds}
+
+
+def _partial_sums(flow: Dataflow, sums: frozenset[int]) -> frozenset[int]:
+    _, inner = _adds(flow)
+    found: set[int] = set()
+    todo = list(sums)
+    while todo:
+        more = [r.producer for operand in flow.ops[todo.pop()].operands for r in operand if r.producer in inner]
+        found.update(more)
+        todo += more
     return frozenset(found)
 
 
@@ -101,7 +119,7 @@ def cut(flow: Dataflow) -> Regions:
                     readers.setdefault(p.id, set()).add(region[op.id])
                 if op.kind in ("anchor", "output") and p.kind == "op":
                     outputs.setdefault(region[p.id], []).append((op.id, slot))
-    return Regions(sums, region, {k: frozenset(v) for k, v in readers.items()}, outputs, tail)
+    return Regions(sums, region, {k: frozenset(v) for k, v in readers.items()}, outputs, tail, _partial_sums(flow, sums))
 
 
 def tail_ops(flow: Dataflow) -> frozenset[int]:

@@ -353,6 +353,8 @@ def call(node: Node, tensors: Mapping[int, torch.Tensor] | list[torch.Tensor], *
     }
     if not native and aten.base(node.op) in ("_softmax", "_log_softmax"):
         args[-1] = False
+    if aten.base(node.op) in ("view", "_unsafe_view") and len(args) > 1 and isinstance(args[1], list):
+        overload = torch.ops.aten.reshape.default  # an evaluated value need not have the recorded strides
     if aten.base(node.op) in aten.FACTORIES and any(
         isinstance(x, int) and abs(x) > aten.MAX_ELEMENTS for a in args for x in (a if isinstance(a, list) else [a])
     ):

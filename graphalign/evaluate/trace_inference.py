@@ -307,8 +307,9 @@ class Tracer:
         operands = tuple(refs for n in names if (refs := tuple(r for b in _buffers(dict(node.args)[n]) for r in self.read(g, b))))
         written = [b for n in node.mutates for b in _buffers(dict(node.args).get(n))] or list(node.outputs)
         key = ("opaque", *self._number((node.op, node.module)))
+        layer = next((str(a["layer"]) for _, a in node.args if isinstance(a, dict) and "layer" in a), node.module)
         op = self.add(name=node.name, kind="anchor", target=node.op or node.kind, operands=operands, dtype=self._dtype(written),
-                      module=node.module, source=node.source or None, where=node.op or kernel, key=key)  # fmt: skip
+                      module=node.module, source=node.source or None, where=node.op or kernel, key=key, detail={"layer": layer})  # fmt: skip
         self.ids[g, node.name, ""] = op.id
         for o in written:
             self.write(o, (Ref(op.id),))

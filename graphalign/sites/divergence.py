@@ -30,6 +30,8 @@ class Divergence:
     """Nothing can be said here: it is behind an op of the engine that has no partner or could not be evaluated."""
     behind: frozenset[int]
     """Training ops behind a parting, within their region: none of their edges is a site."""
+    inside: dict[int, str]
+    """Training ops without a partner in a module that the engine runs as an opaque op, to that op."""
 
 
 def find_partings(al: Alignment, comparison: Comparison, differences: list[Difference], unfolded: dict[str, str]) -> Divergence:
@@ -66,7 +68,17 @@ class _Finder:
             else:
                 semantic.append(Parting(culprit, culprit.target, reason))
         behind |= downstream(self.al, {p.op.id for p in (*semantic, *opaque)})
-        return Divergence(tuple(semantic), tuple(opaque), frozenset(behind))
+        return Divergence(tuple(semantic), tuple(opaque), frozenset(behind), self._inside())
+
+    def _inside(self) -> dict[int, str]:
+        owners = {str(layer): self.i.ops[i].target for i in self.lost if (layer := self.i.ops[i].detail.get("layer"))}
+        found: dict[int, str] = {}
+        for op in self.t.ops:
+            if op.kind in ("op", "anchor") and not self.al.partners.get(op.id):
+                name = next((target for owner, target in owners.items() if _within(op, owner)), None)
+                if name is not None:
+                    found[op.id] = name
+        return found
 
     def _unknown(self, anchor: int, slot: int, culprit: Op) -> str | None:
         """Why a value cannot be expected to join: what the engine's operand depends on, if that is not known."""

@@ -51,6 +51,8 @@ def diff(inference: InferenceGraph, training: TrainingGraph, *, rules: Path | No
     comparison.findings = [_withdrawn(f) if f.consumer in divergence.behind else f for f in comparison.findings]
     proposed = [f for f in comparison.findings if f.verdict in ("keep", "round")]
     result = check(pair, [_edit(f) for f in proposed])
+    exact = {at for at, c in result.confirmations.items() if c.exact}
+    comparison.findings = [_harmless(f) if (f.consumer, f.slot) in exact else f for f in comparison.findings]
     checked = time.perf_counter()
     report = _Builder(pair, al, comparison, result, Namer(al, load_group_rules(folder)), divergence).build(
         {"align": aligned - started, "compare": compared - aligned, "check": checked - compared}
@@ -64,6 +66,11 @@ def _withdrawn(f: Finding) -> Finding:
     if f.verdict not in ("keep", "round"):
         return f
     return replace(f, verdict="unplaced", reason="it is behind a place where the sides part")
+
+
+def _harmless(f: Finding) -> Finding:
+    """A finding whose roundings change no element."""
+    return replace(f, verdict="agree", reason="the value is exact in this format already") if f.verdict in ("keep", "round") else f
 
 
 def _edit(f: Finding) -> Edit:
@@ -105,9 +112,7 @@ class _Builder:
             simulated=header.simulated,
             groups=groups,
             interior=self._entries([(s, i, why) for (s, i), why in self.comparison.interior.items()]),
-            leftovers=self._entries([(s, i, why) for (s, i), why in self.comparison.leftover.items()])
-            + self._partings(self.divergence.opaque)
-            + self._unplaced(),
+            leftovers=self._leftovers(),
             undetermined=self._findings("undetermined") + self._refused() + self._unexplained(),
             conflicting=self._findings("conflicting"),
             unpatchable=self._findings("unpatchable"),
@@ -222,7 +227,7 @@ class _Builder:
 
     def _unplaced(self) -> tuple[Entry, ...]:
         """Edges whose ends have no partner although the ops themselves are not listed."""
-        listed = {i for side, i in self.comparison.leftover if side == "training"}
+        listed = {i for side, i in self.comparison.leftover if side == "training"} | set(self.divergence.inside)
         found = [
             (f, f.reason)
             for f in self.comparison.findings
@@ -243,7 +248,7 @@ class _Builder:
                                  reason=f"with all sites applied {1 - share:.2%} of its elements still differ from the engine's"))  # fmt: skip
         for key, why in self.check.uncompared.items():
             op = self.t.ops[key[0]]
-            if key not in parted:
+            if key not in parted and key[0] not in self.divergence.inside:
                 out.append(
                     Entry(
                         side="both",
@@ -255,6 +260,24 @@ class _Builder:
                     )
                 )
         return tuple(out)
+
+    def _leftovers(self) -> tuple[Entry, ...]:
+        """What could not be placed. What the engine runs as an opaque op is one entry per module."""
+        inside = self.divergence.inside
+        rest = [(s, i, why) for (s, i), why in self.comparison.leftover.items() if s != "training" or i not in inside]
+        modules: dict[tuple[str, str], list[Op]] = defaultdict(list)
+        for i, target in inside.items():
+            modules[pattern_of(self.t.ops[i].module), target].append(self.t.ops[i])
+        return (
+            self._entries(rest)
+            + tuple(
+                Entry(side="training", what=f"{target} of the engine", where=module, layers=_layers(ops), count=len(ops), names=tuple(o.name for o in ops[:8]),
+                      reason="opaque: the engine runs this module's ops as one, which no rule in rules/ops describes")  # fmt: skip
+                for (module, target), ops in modules.items()
+            )
+            + self._partings(tuple(p for p in self.divergence.opaque if p.op.id not in inside))
+            + self._unplaced()
+        )
 
     def _partings(self, partings: tuple[Parting, ...]) -> tuple[Entry, ...]:
         """Equal partings of different layers become one entry."""

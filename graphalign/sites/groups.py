@@ -25,7 +25,12 @@ class Facts(BaseModel):
     kind: OneOrMore = ()
     op: OneOrMore = ()
     reads: OneOrMore = ()
+    reads_only: OneOrMore = ()
+    """All that it reads is of these kinds."""
+    arity: OneOrMore = ()
+    """Number of operands, as a string."""
     has: OneOrMore = ()
+    has_all: OneOrMore = ()
     feeds: OneOrMore = ()
 
 
@@ -82,10 +87,11 @@ class Namer:
             "kind": {self._kind(op)},
             "op": {base(op.target)},
             "reads": {self._kind(self.al.training.ops[r.producer]) for o in op.operands for r in o},
+            "arity": {str(len(op.operands))},
         }
 
     def _kind(self, op: Op) -> str:
-        if op.id in self.al.regions.sums:
+        if op.id in self.al.regions.sums or op.id in self.al.regions.partial:
             return "residual_sum"
         return op.target if op.kind == "anchor" and op.target in ("gemm", "attention") else op.kind
 
@@ -102,12 +108,15 @@ class Namer:
 
 
 def _fits(wanted: Facts, facts: dict[str, set[str]]) -> bool:
-    for name in ("kind", "op", "reads", "has", "feeds"):
-        values: Any = getattr(wanted, name)
-        values = {values} if isinstance(values, str) else set(values)
-        if values and not values & facts.get(name, set()):
+    for name in ("kind", "op", "reads", "arity", "has", "feeds"):
+        if (values := _set(getattr(wanted, name))) and not values & facts.get(name, set()):
             return False
-    return True
+    only, every = _set(wanted.reads_only), _set(wanted.has_all)
+    return (not only or facts.get("reads", set()) <= only) and every <= facts.get("has", set())
+
+
+def _set(values: OneOrMore) -> set[str]:
+    return {values} if isinstance(values, str) else set(values)
 
 
 def _word(end: dict[str, set[str]]) -> str:
