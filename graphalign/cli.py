@@ -379,7 +379,8 @@ def _finish(report: Report) -> None:
 
 def main() -> NoReturn:
     """Entry point of the `graphalign` command."""
-    import graphalign.cli_patch  # noqa: F401  (registers its commands)
+    import graphalign.cli_drift
+    import graphalign.cli_patch  # noqa: F401  (these register their commands)
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # so that `finally` blocks end the engine's processes
     app()

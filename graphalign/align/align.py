@@ -20,6 +20,7 @@ from graphalign.evaluate.values import Arithmetic, Val
 from graphalign.ir.dataflow import Dataflow, Op
 from graphalign.ir.inference import InferenceGraph
 from graphalign.ir.training import TrainingGraph
+from graphalign.ir.verify import verify_inference, verify_training
 
 Progress = Callable[[str, float | None], None]
 SEED = 20240917
@@ -47,6 +48,8 @@ class Alignment:
     """(side, op) to why it was not evaluated."""
     parted: dict[tuple[int, int], str] = field(default_factory=dict)
     """Training anchor operand (op, slot) whose elements the inference operand does not hold, with the reason."""
+    rescaled: dict[int, float] = field(default_factory=dict)
+    """Attention anchors whose query the trainer multiplies by a constant that the engine multiplies the scores by."""
     chance: float = 0.0
     """Measured share of unrelated values that match something in a region."""
     compared: int = 0
@@ -375,6 +378,11 @@ def _match_operands(out: Alignment, run_t: run_training.Run, run_i: run_inferenc
                     hit = pair
                     break
                 del kb
+            if hit is None and slot == 0 and op.target == "attention" and a is not None:
+                factor = next((f for p in pairs if (b := run_i.operands.get(p)) is not None and (f := _factor(a, b)) is not None), None)
+                if factor is not None:
+                    out.rescaled[op.id] = factor
+                    continue
             if hit is not None:
                 out.outputs.append(((op.id, slot), hit))
             elif pairs and a is not None:
@@ -383,6 +391,17 @@ def _match_operands(out: Alignment, run_t: run_training.Run, run_i: run_inferenc
                 out.parted[op.id, slot] = "it could not be evaluated"
             else:
                 out.parted[op.id, slot] = "no inference op matches this anchor"
+
+
+def _factor(a: torch.Tensor, b: torch.Tensor) -> float | None:
+    """The constant that `b`'s elements must be multiplied by to be `a`'s, in any order; None if there is none."""
+    if a.numel() != b.numel() or not a.numel():
+        return None
+    x, y = a.abs().reshape(-1).sort().values, b.abs().reshape(-1).sort().values
+    if float(y[-1]) <= 0 or not bool(torch.isfinite(x).all() and torch.isfinite(y).all()):
+        return None
+    factor = float(x[-1] / y[-1])
+    return factor if bool(((x - factor * y).abs() <= 2.0**-40 * factor * y[-1]).all()) else None
 
 
 def _data_id(t: torch.Tensor) -> int:

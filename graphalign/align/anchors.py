@@ -34,7 +34,10 @@ def compare_anchors(pair: Pair, al: Alignment) -> list[Difference]:
         for i in al.partners.get(op.id, ())[:1]:
             other = al.inference.ops[i]
             if op.target == "attention" and (layer := layers.get(str(other.detail.get("layer")))) is not None:
-                found += [Difference(op.id, name, why) for name, why in _attention(op, _shape(pair, op), layer, longest)]
+                found += [
+                    Difference(op.id, name, why)
+                    for name, why in _attention(op, _shape(pair, op), layer, longest, al.rescaled.get(op.id, 1.0))
+                ]
             elif op.target == "gemm" and bool(op.detail.get("bias")) != bool(other.detail.get("bias")):
                 here, there = ("adds a bias", "adds none") if op.detail.get("bias") else ("adds no bias", "adds one")
                 found.append(Difference(op.id, "bias", f"the trainer's {op.target} {here}, the engine's {there}"))
@@ -46,12 +49,12 @@ def _shape(pair: Pair, op: Op) -> tuple[int, ...]:
     return first.shape if first is not None else ()
 
 
-def _attention(op: Op, shape: tuple[int, ...], engine: Attention, longest: Any) -> list[tuple[str, str]]:
+def _attention(op: Op, shape: tuple[int, ...], engine: Attention, longest: Any, factor: float) -> list[tuple[str, str]]:
     """Parameters of an attention anchor that differ, with the reason.
 
     A window counts the token itself on both sides (Transformers' `sliding_window`, `Attention.window`); one that no sequence
     exceeds is none. A missing scale is 1/sqrt(head size). A plain `scaled_dot_product_attention` call shows its scale only: the
-    window may be in its mask.
+    window may be in its mask. `factor` is what the trainer multiplied the query by beforehand.
     """
     given: dict[str, Any] = op.detail.get("parameters", {})
     recorded = "implementation" in given
@@ -59,7 +62,8 @@ def _attention(op: Op, shape: tuple[int, ...], engine: Attention, longest: Any) 
     if scale is None and shape:
         scale = shape[-1] ** -0.5
     out: list[tuple[str, str]] = []
-    if isinstance(scale, int | float) and engine.scale and abs(scale - engine.scale) > SCALE_TOLERANCE * abs(engine.scale):
+    scale = scale * factor if isinstance(scale, int | float) else None
+    if scale is not None and engine.scale and abs(scale - engine.scale) > SCALE_TOLERANCE * abs(engine.scale):
         out.append(("scale", f"the trainer's attention scale is {scale:.8g}, the engine's {engine.scale:.8g}"))
     if not recorded:
         return out

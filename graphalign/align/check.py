@@ -18,6 +18,7 @@ from graphalign.align.align import Pair
 from graphalign.align.tables import snap
 from graphalign.evaluate import run_inference, run_training
 from graphalign.evaluate.run_training import Edits
+from graphalign.evaluate.values import round_to
 from graphalign.ir.args import references
 from graphalign.ir.dataflow import Op
 
@@ -189,8 +190,10 @@ def _confirm(checker: Checker, base: run_training.Run, everything: Edits, edit: 
             continue
         predicted.append(checker.name(key))
         a = redo.operands.get(key)
-        share = equal_share(in_layout(checker.pair.flow_t.ops[key[0]], a), b) if a is not None else None
-        if share is not None and share < 1.0:
+        op = checker.pair.flow_t.ops[key[0]]
+        share = equal_share(in_layout(op, a), b) if a is not None else None
+        with_it = equal_share(in_layout(op, base.operands[key]), b)
+        if share is not None and with_it is not None and share < with_it:
             changed.append(checker.name(key))
             different += (1 - share) * b.numel()
             total += b.numel()
@@ -207,7 +210,7 @@ def _is_exact(base: run_training.Run, edit: Edit) -> bool:
         return False
     a, b = base.value(read[edit.slot]).data, base._unrounded(read[edit.slot])
     if edit.kind == "round":
-        b = run_training.round_to(a, edit.format)
+        b = round_to(a, edit.format)
     return a.shape == b.shape and torch.equal(a, b)
 
 

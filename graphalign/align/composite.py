@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from graphalign.evaluate.aten import TRANSPARENT, base
 from graphalign.ir.args import references
 from graphalign.ir.dataflow import Dataflow
 from graphalign.ir.inference import InferenceGraph, Parameter, Segment
@@ -32,14 +33,15 @@ def fold(capture: TrainingGraph, inference: Dataflow) -> Folded:
         capture: the training capture.
         inference: the traced inference side; its composite anchors name the modules in `detail["owner"]`.
     """
-    owners = list(dict.fromkeys(str(op.detail["owner"]) for op in inference.ops if op.kind == "anchor" and op.target == "composite"))
+    composites = [op for op in inference.ops if op.kind == "anchor" and op.target == "composite"]
+    owners = {str(op.detail["owner"]): len(op.operands) if op.detail.get("own") else 0 for op in composites}
     if not owners:
         return Folded(capture, {})
     failed: dict[str, str] = {}
     of_module: dict[str, list[int]] = {}
     for n, node in enumerate(capture.nodes):
         for owner in owners:
-            if node.module == owner or node.module.startswith(owner + "."):
+            if node.module == owner or (not owners[owner] and node.module.startswith(owner + ".")):
                 of_module.setdefault(owner, []).append(n)
                 break
     readers: dict[int, list[int]] = {}
@@ -51,12 +53,17 @@ def fold(capture: TrainingGraph, inference: Dataflow) -> Folded:
     replaced: dict[int, Node] = {}
     dropped: set[int] = set()
     parameters = {i.value.id for i in capture.inputs if i.kind == "parameter"}
+    for node in capture.nodes:  # and their casts and views
+        if base(node.op) in TRANSPARENT and (reads := _reads(node)) and all(v in parameters for v in reads):
+            parameters.update(o.id for o in node.outputs if o is not None)
     for owner in owners:
         inside = of_module.get(owner)
         if not inside:
             failed[owner] = "the trainer has no such module"
             continue
-        made = _composite(capture, owner, inside, readers, values, parameters)
+        if owners[owner]:
+            inside = _own(capture, inside)
+        made = _composite(capture, owner, inside, readers, values, parameters, owners[owner])
         if isinstance(made, str):
             failed[owner] = made
             continue
@@ -67,9 +74,20 @@ def fold(capture: TrainingGraph, inference: Dataflow) -> Folded:
 
 
 def _composite(
-    capture: TrainingGraph, owner: str, inside: list[int], readers: dict[int, list[int]], values: dict[int, Value], parameters: set[int]
+    capture: TrainingGraph,
+    owner: str,
+    inside: list[int],
+    readers: dict[int, list[int]],
+    values: dict[int, Value],
+    parameters: set[int],
+    operands: int,
 ) -> Node | str:
-    """One node for a module's nodes: hidden states, routing weights, expert numbers in; one value out. Or why not."""
+    """One node for a module's nodes. Or why not.
+
+    Experts read hidden states, routing weights and expert numbers; a layer's own core reads `operands` activations. One value comes out.
+    """
+    if not inside:
+        return "the module computes nothing of its own"
     members = set(inside)
     produced = {o.id for n in inside for o in capture.nodes[n].outputs if o is not None}
     read = list(dict.fromkeys(v for n in inside for v in _reads(capture.nodes[n]) if v not in produced and v not in parameters))
@@ -78,6 +96,11 @@ def _composite(
         return f"{len(left)} of its values are read outside"
     if any(n < inside[-1] for n in readers.get(left[0], ()) if n not in members):
         return "its result is read before it ends"
+    done = {"outputs": (values[left[0]],), "module": owner, "source": capture.nodes[inside[-1]].source}
+    if operands:
+        if len(read) != operands:
+            return f"its own forward reads {len(read)} activations, the engine's op {operands}"
+        return Node(op=OP, args=tuple({"v": v} for v in read), kwargs={"own": True}, **done)
     numbers = [v for v in read if values[v].dtype.startswith("int")]
     ids = numbers[0] if numbers else None
     size = _numel(values[ids]) if ids is not None else 0
@@ -85,13 +108,19 @@ def _composite(
     hidden = [v for v in read if v not in numbers and v not in weights and _numel(values[v]) > 1]
     if ids is None or len(numbers) != 1 or len(weights) != 1 or len(hidden) != 1:
         return f"it reads {len(hidden)} activations, {len(weights)} routing weights and {len(numbers)} integer tensors, not one of each"
-    return Node(
-        op=OP,
-        args=({"v": hidden[0]}, {"v": weights[0]}, {"v": ids}),
-        outputs=(values[left[0]],),
-        module=owner,
-        source=capture.nodes[inside[-1]].source,
-    )
+    return Node(op=OP, args=({"v": hidden[0]}, {"v": weights[0]}, {"v": ids}), kwargs={"routing": [1, 2]}, **done)
+
+
+def _own(capture: TrainingGraph, inside: list[int]) -> list[int]:
+    """What a forward computes itself: not the views of what it is given, nor those of what its submodules return."""
+    produced: set[int] = set()
+    kept: list[int] = []
+    for n in inside:
+        node = capture.nodes[n]
+        if base(node.op) not in TRANSPARENT or any(v in produced for v in _reads(node)):
+            kept.append(n)
+            produced.update(o.id for o in node.outputs if o is not None)
+    return kept
 
 
 def _reads(node: Node) -> list[int]:

@@ -86,6 +86,9 @@ class _Comparer:
         def finding(verdict: Verdict, inference: tuple[str, ...] | None, reason: str = "", paths: list[Path] | None = None) -> Finding:
             return Finding(consumer, slot, producer, ref.roundings, inference, verdict, reason, tuple(paths or ()))
 
+        if consumer in self.al.rescaled and slot == 0:
+            why = "the trainer scales the query before its attention, the engine scales the scores inside"
+            return finding("unpatchable" if ref.roundings else "agree", None, why)
         component = self.component.get(consumer) if self.t.ops[consumer].kind == "op" and not ends else None
         component = component if component is not None else (self.component.get(producer) if not starts else None)
         if component is not None:
@@ -122,7 +125,11 @@ class _Comparer:
             if p.kind == "parameter":
                 return "unpatchable", inference, "the engine holds this parameter in a wider format"
             if c.target == "composite":
-                return "unpatchable", inference, "the engine's fused op reads this operand unrounded; the trainer's module rounds inside too"
+                return (
+                    "unpatchable",
+                    inference,
+                    "the engine's fused op reads this operand unrounded; the trainer's module rounds inside too",
+                )
             if c.kind == "anchor":
                 return "unpatchable", inference, f"the engine's {c.target} reads an unrounded operand; the trainer's kernel cannot"
             return "keep", inference, ""
@@ -135,6 +142,8 @@ class _Comparer:
         op = self.t.ops[consumer]
         if op.kind == "anchor":
             hit = self.operand_match.get((consumer, slot))
+            if hit is None and consumer in self.al.rescaled and slot == 0:
+                return [(i, [0]) for i in self.al.partners.get(consumer, ())]
             return [(hit[0], [hit[1]])] if hit else []
         return [(i, list(range(len(self.i.ops[i].operands)))) for i in self.al.partners.get(consumer, ())]
 

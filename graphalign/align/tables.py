@@ -52,12 +52,13 @@ def snap(
     """
     snapped: dict[int, torch.Tensor] = {}
     matches: list[TableMatch] = []
+    by_position: list[tuple[tuple[str, ...], str, torch.Tensor]]
     by_position = [((t.name,), t.dtype, rows) for t in capture.tables if (rows := _rows(t, positions)) is not None]
     by_position += _distinct(computed or {}, len(positions))
     whole = [(t, data) for t in capture.tables if (data := _whole(t)) is not None]
     for value, op in tracer.table_of_value.items():
         data = native.get(value)
-        if data is None or not data.is_floating_point() or data.numel() == 0:
+        if data is None or not data.is_floating_point() or data.numel() == 0 or not bool(torch.isfinite(data).all()):
             continue
         best: tuple[float, torch.Tensor] | None = None
         names: list[str] = []

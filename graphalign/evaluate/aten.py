@@ -144,6 +144,15 @@ COMPOSITES = frozenset(
         "masked_scatter",
         "conv1d",
         "convolution",
+        "as_strided_scatter",
+        "slice_scatter",
+        "select_scatter",
+        "floor_divide",
+        "logcumsumexp",
+        "linalg_solve_triangular",
+        "unfold_copy",
+        "nonzero",
+        "renorm",
     ]
 )
 FACTORIES = frozenset(
@@ -204,6 +213,8 @@ def resolve(op: str) -> Any:
     if len(parts) != 3 or parts[0] != "aten":
         raise UnsupportedOpError(f"{op} is not an op that graphalign can evaluate", hint="declare it in rules/ops")
     packet = getattr(torch.ops.aten, name, None)
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        packet = None
     overload = getattr(packet, parts[2], None) if packet is not None else None
     if overload is None and packet is not None:
         overload = getattr(packet, packet.overloads()[0], None)

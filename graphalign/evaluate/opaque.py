@@ -25,9 +25,10 @@ class OpaqueOp(BaseModel):
     bias: str = ""
     operands: tuple[str, ...] = ()
     weights: tuple[str, ...] = ()
-    """Composites: arguments whose checkpoint tensors name the trainer's module."""
+    """Composites: arguments whose checkpoint tensors name the trainer's module. With `layer` instead, the counterpart is what that
+    layer's own forward computes, its submodules left out; operands are then compared token by token, in any order of elements."""
     routing: tuple[str, ...] = ()
-    """Composites: routing weights and expert numbers among `operands`; a token's experts are compared in any order."""
+    """Composites of experts: routing weights and expert numbers among `operands`; a token's experts are compared in any order."""
     out: str = ""
     """The argument it writes; empty if it returns its result."""
     layer: str = ""

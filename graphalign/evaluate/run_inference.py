@@ -15,7 +15,7 @@ import torch
 
 from graphalign.errors import CaptureFileError, UnsupportedOpError
 from graphalign.evaluate import aten, loop_ops
-from graphalign.evaluate.run_training import anchor_name, sort_routing
+from graphalign.evaluate.run_training import anchor_name, canonical
 from graphalign.evaluate.trace_inference import Tracer, _buffers
 from graphalign.evaluate.values import Arithmetic, Val, draw, seed_of
 from graphalign.ir.args import references
@@ -207,7 +207,7 @@ class Run:
             if slot < len(op.operands):
                 self.operands[op.id, slot] = self._argument(arg)
                 slot += 1
-        sort_routing(self.operands, op, self.arithmetic.tokens)
+        canonical(self.operands, op, self.arithmetic.tokens)
         written = [b for n in ([rule.out] if rule and rule.out else node.mutates) for b in _buffers(args.get(n))] or list(node.outputs)
         for o in written:
             root, _ = self._root(o)

@@ -101,7 +101,7 @@ class Run:
                 if val is not None:
                     self.operands[op.id, slot] = val.data
                 slot += 1
-        sort_routing(self.operands, op, self.arithmetic.tokens)
+        canonical(self.operands, op, self.arithmetic.tokens)
 
     def _operand(self, op: Op, slot: int, value: int) -> Val | None:
         """What `op` reads at `slot`, with the edits applied."""
@@ -262,14 +262,19 @@ class Run:
                 self.env[o.id] = Val(-1, self.arithmetic.round(x.data, o.dtype)) if rounds else x
 
 
-def sort_routing(operands: dict[tuple[int, int], torch.Tensor], op: Op, tokens: int) -> None:
-    """Put a composite's routing operands in an order that both sides share."""
+def canonical(operands: dict[tuple[int, int], torch.Tensor], op: Op, tokens: int) -> None:
+    """Put a composite's operands in a form that both sides share: experts in order, a core's elements sorted per token."""
     slots = op.detail.get("routing", ())
-    if len(slots) != ROUTING or any((op.id, s) not in operands for s in slots):
-        return
-    w, i = (operands[op.id, s] for s in slots)
-    if w.numel() == i.numel() and w.numel() % tokens == 0:
-        operands[op.id, slots[0]], operands[op.id, slots[1]] = by_expert(w, i, tokens)
+    if len(slots) == ROUTING and all((op.id, s) in operands for s in slots):
+        w, i = (operands[op.id, s] for s in slots)
+        if w.numel() == i.numel() and w.numel() % tokens == 0:
+            operands[op.id, slots[0]], operands[op.id, slots[1]] = by_expert(w, i, tokens)
+    if op.detail.get("own"):
+        for slot in range(len(op.operands)):
+            data = operands.get((op.id, slot))
+            axis = next((d for d, n in enumerate(data.shape) if n == tokens), None) if data is not None else None
+            if data is not None and axis is not None:
+                operands[op.id, slot] = data.movedim(axis, 0).reshape(tokens, -1).sort(-1).values
 
 
 def anchor_name(key: tuple[Any, ...]) -> str:
@@ -353,6 +358,8 @@ def call(node: Node, tensors: Mapping[int, torch.Tensor] | list[torch.Tensor], *
     }
     if not native and aten.base(node.op) in ("_softmax", "_log_softmax"):
         args[-1] = False
+    if aten.base(node.op) in ("as_strided", "as_strided_scatter") and args and isinstance(args[0], torch.Tensor):
+        args[0] = args[0].contiguous()  # the recorder means indices into the flattened argument
     if aten.base(node.op) in ("view", "_unsafe_view") and len(args) > 1 and isinstance(args[1], list):
         overload = torch.ops.aten.reshape.default  # an evaluated value need not have the recorded strides
     if aten.base(node.op) in aten.FACTORIES and any(

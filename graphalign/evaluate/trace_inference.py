@@ -130,7 +130,9 @@ class Tracer:
         self.register[name] = self.register.get(name, ()) + refs
         buffer = self.buffers.get(name)
         dtype = (buffer.dtype if buffer else None) or "float32"
-        rounded = tuple(r.through(name) if not r.roundings and self.exact.get(r.producer) == dtype else r.rounded(dtype, name) for r in refs)
+        rounded = tuple(
+            r.through(name) if not r.roundings and self.exact.get(r.producer) == dtype else r.rounded(dtype, name) for r in refs
+        )
         seen = {name}
         while True:
             self.memory[name] = _merge(self.memory.get(name, ()), rounded)
@@ -269,23 +271,30 @@ class Tracer:
         elif rule.kind == "composite":
             operands = tuple(edges(a) for a in rule.operands)
             weights = [p for a in rule.weights if (p := self._parameter(args.get(a))) is not None]
-            owner = owner_of([s.checkpoint for p in weights for s in p.segments])
+            layer = self._layer(args.get(rule.layer)) if rule.layer else None
+            owner = layer or owner_of([s.checkpoint for p in weights for s in p.segments])
             key = ("composite", *self._number((owner or node.name,)))
-            detail = {"owner": owner, "routing": tuple(rule.operands.index(r) for r in rule.routing if r in rule.operands)}
+            routing = tuple(rule.operands.index(r) for r in rule.routing if r in rule.operands)
+            detail = {"owner": owner, "layer": owner, "routing": routing, "own": layer is not None}
         else:
             operands = tuple(edges(a) for a in rule.operands)
-            layer = args.get(rule.layer)
-            owner = layer.get("layer") if isinstance(layer, dict) else None
-            if owner is None and isinstance(layer, dict) and "b" in layer and layer["b"] in self.inputs:
-                owner = self.inputs[layer["b"]].source
+            attending = self._layer(args.get(rule.layer))
             key = ("attention", *self._number(self.anchors_above(operands)))
-            detail = {"layer": owner}
+            detail = {"layer": attending}
         written = _buffers(args.get(rule.out)) if rule.out else list(node.outputs)
         op = self.add(name=node.name, kind="anchor", target=rule.kind, operands=operands, dtype=self._dtype(written), module=node.module,
                       source=node.source or None, where=node.op, key=key, detail=detail)  # fmt: skip
         self.ids[g, node.name, ""] = op.id
         for o in written:
             self.write(o, (Ref(op.id),))
+
+    def _layer(self, arg: Any) -> str | None:
+        """The layer that an argument names, itself or through a graph input."""
+        if not isinstance(arg, dict):
+            return None
+        if "b" in arg and arg["b"] in self.inputs:
+            return self.inputs[arg["b"]].source
+        return str(arg["layer"]) if "layer" in arg else None
 
     def _aten(self, g: int, node: Node, args: dict[str, Any]) -> None:
         """An ATen kernel that Inductor calls as it is (`topk`): an op, evaluated as the trainer's are."""
@@ -309,7 +318,8 @@ class Tracer:
         key = ("opaque", *self._number((node.op, node.module)))
         layer = next((str(a["layer"]) for _, a in node.args if isinstance(a, dict) and "layer" in a), node.module)
         op = self.add(name=node.name, kind="anchor", target=node.op or node.kind, operands=operands, dtype=self._dtype(written),
-                      module=node.module, source=node.source or None, where=node.op or kernel, key=key, detail={"layer": layer})  # fmt: skip
+                      module=node.module, source=node.source or None, where=node.op or kernel, key=key,
+                      detail={"layer": layer})  # fmt: skip
         self.ids[g, node.name, ""] = op.id
         for o in written:
             self.write(o, (Ref(op.id),))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +41,7 @@ class Tracer:
         """Trace the capture."""
         self.origin: dict[int, int] = {}
         self.weights: dict[int, str] = {}
+        self.numel = {i.value.id: math.prod(i.value.shape) for i in self.capture.inputs}
         for i in self.capture.inputs:
             self.dtype[i.value.id] = i.value.dtype
             if i.kind == "parameter":
@@ -111,6 +113,7 @@ class Tracer:
         outs = [o for o in node.outputs if o is not None]
         for o in outs:
             self.dtype[o.id] = o.dtype
+            self.numel[o.id] = math.prod(o.shape)
             self.origin[o.id] = n
         if not node.op.startswith("graphalign.") and all(v in self.constant for v in tensors):
             self.constant.update(o.id for o in outs)
@@ -121,7 +124,7 @@ class Tracer:
             self._composite(n, node, outs)
         elif name in MATMULS:
             self._matmul(n, node, outs, name)
-        elif name in TRANSPARENT:
+        elif name in TRANSPARENT or self._overwrites(name, tensors):
             self._transparent(node, outs, tensors)
         elif _is_identity(name, node):
             first = next(iter(references(node.args, "v")))
@@ -138,11 +141,16 @@ class Tracer:
     def operand_values(self, node: Node) -> list[int]:
         return [*references(node.args, "v"), *(v for a in node.kwargs.values() for v in references(a, "v"))]
 
+    def _overwrites(self, name: str, tensors: list[int]) -> bool:
+        """Whether a scatter writes every element of its target: an in-place op's result seen through another view."""
+        sizes = [self.numel.get(v) for v in tensors[:2]]
+        return name == "as_strided_scatter" and len(sizes) > 1 and sizes[0] == sizes[1]
+
     def _transparent(self, node: Node, outs: list[Any], tensors: list[int]) -> None:
         name = base(node.op)
         if name in ("embedding", "index_select", "gather"):
             tensors = tensors[:1]
-        elif name == "copy":
+        elif name in ("copy", "as_strided_scatter"):
             tensors = list(references(node.args, "v"))[1:2]
         merged: dict[Ref, None] = {}
         for v in tensors:
@@ -186,8 +194,9 @@ class Tracer:
 
     def _composite(self, n: int, node: Node, outs: list[Any]) -> None:
         operands = tuple(self.edges(v) for v in references(node.args, "v"))
+        form = {k: tuple(x) if isinstance(x, list) else x for k, x in node.kwargs.items()}
         op = self.add(name=f"%{outs[0].id}", kind="anchor", target="composite", operands=operands, dtype=outs[0].dtype, module=node.module,
-                      source=node.source, key=("composite", *self._number((node.module,))), detail={"node": n, "routing": (1, 2)})  # fmt: skip
+                      source=node.source, key=("composite", *self._number((node.module,))), detail={"node": n, **form})  # fmt: skip
         self.op_of_node[n] = op.id
         self.refs[outs[0].id] = (Ref(op.id).rounded(outs[0].dtype),)
 

@@ -24,6 +24,13 @@ Env = Mapping[str, Number]
 Compiled = Callable[[Env], Number]
 
 
+def _bounded(x: Number) -> Number:
+    """`x`, unless it is a number that no index can be: nested powers would grow without end."""
+    if isinstance(x, int | float) and not abs(x) < 2**63:
+        raise OverflowError("a number of more than 63 bits")
+    return x
+
+
 def _floordiv(a: Number, b: Number) -> Number:
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         return torch.div(a, b, rounding_mode="floor")
@@ -126,10 +133,10 @@ def _translate(node: ast.expr, text: str) -> Compiled:
             return lambda env: -f(env)
         case ast.BinOp(left=left, op=ast.Pow(), right=ast.Constant(value=int(n))) if 0 <= n <= 4:
             f = _translate(left, text)
-            return lambda env: f(env) ** n
+            return lambda env: _bounded(f(env) ** n)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
             f, g, h = _translate(left, text), _translate(right, text), _BINARY[type(op)]
-            return lambda env: h(f(env), g(env))
+            return lambda env: _bounded(h(f(env), g(env)))
         case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _COMPARE:
             f, g, c = _translate(left, text), _translate(right, text), _COMPARE[type(op)]
             return lambda env: c(f(env), g(env))

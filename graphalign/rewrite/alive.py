@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
 from torch._dynamo import eval_frame
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _len_torch_dispatch_stack
 
@@ -66,12 +67,19 @@ def refuse_rounded_input(cls: type, x: torch.Tensor | None, dtype: torch.dtype) 
         )
 
 
-def not_executed(cls: type, edits: Sequence[UnitEdit], executed: Sequence[int], compiled: bool, problems: Sequence[str]) -> NoReturn:
+def not_executed(
+    cls: type, unit: nn.Module, edits: Sequence[UnitEdit], executed: Sequence[int], compiled: bool, problems: Sequence[str]
+) -> NoReturn:
     """Raise for a forward that ran without some of its edits."""
+    hooked = [n or "the module itself" for n, m in unit.named_modules() if m is not unit and (m._forward_hooks or m._forward_pre_hooks)]
+    if hooked and executed and not problems:
+        problems = [f"{_missing(edits, executed)}\nhooks that may have broken the graph: on {', '.join(hooked[:4])}"]
     raise PatchNotLiveError(
         f"{cls.__name__} ran {len(executed)} of the {len(edits)} edits of its patch",
         where=problems[-1] if problems else _missing(edits, executed),
-        hint=_cause(compiled, executed, problems),
+        hint="remove the forward hooks inside the layer (hooks on the layer itself are fine)"
+        if hooked
+        else _cause(compiled, executed, problems),
     )
 
 

@@ -121,7 +121,7 @@ def patched_class(cls: type[nn.Module], edits: Sequence[UnitEdit], dtype: torch.
         finally:
             _RUN.unit, _RUN.edits = outer
         if executed != expected:
-            not_executed(cls, edits, executed, hasattr(run, "_torchdynamo_orig_callable"), problems)
+            not_executed(cls, self, edits, executed, hasattr(run, "_torchdynamo_orig_callable"), problems)
         if _RUN.units is not None:
             _RUN.units.add(id(self))
         return result

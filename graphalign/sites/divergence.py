@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from graphalign.align.align import Alignment
 from graphalign.align.anchors import Difference, downstream
 from graphalign.align.edges import Comparison
+from graphalign.evaluate.aten import MATMULS, base
 from graphalign.ir.dataflow import Op
 
 
@@ -87,6 +88,10 @@ class _Finder:
             inside = next((f"the engine runs {m} as one op, and {why}" for m, why in self.unfolded.items() if _within(culprit, m)), None)
             if inside or not self.lost:
                 return inside
+            if base(culprit.target) in MATMULS and any(self.i.ops[i].target == "attention" for i in self.lost):
+                return (
+                    "the trainer computes attention op by op, outside any attention function that the recorder knows; the engine has one op"
+                )
             names = sorted({self.i.ops[i].target for i in self.lost})
             return f"no inference op matches this anchor; the engine has ops whose inside is not known: {', '.join(names[:3])}"
         for i in partners:

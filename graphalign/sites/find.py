@@ -17,6 +17,7 @@ from graphalign.ir.dataflow import Op
 from graphalign.ir.inference import InferenceGraph
 from graphalign.ir.training import TrainingGraph
 from graphalign.rules import rules_dir
+from graphalign.sites.diagram_data import draw
 from graphalign.sites.divergence import Divergence, Parting, find_partings, label
 from graphalign.sites.ends import Ends, layer_of, pattern_of
 from graphalign.sites.groups import Namer, load_group_rules
@@ -96,6 +97,7 @@ class _Builder:
     def build(self, seconds: dict[str, float]) -> Report:
         """The report."""
         self.refused: list[tuple[Finding, str]] = []
+        self.site_of: dict[tuple[int, int, int], str] = {}
         groups = self._groups()
         semantic = self._partings(self.divergence.semantic)
         header = self.inference.header
@@ -127,6 +129,7 @@ class _Builder:
             stats=self._stats(groups, seconds),
             nodes=self._nodes(),
             notes=tuple(header.notes) + tuple(self.training.header.notes) + self._table_notes(),
+            drawing=draw(self.al, self.ends, self.comparison.findings, self.site_of),
         )
 
     # -- sites ----------------------------------------------------------------------------------------------------------
@@ -154,6 +157,7 @@ class _Builder:
                         evidence=self._evidence(findings), effect=sum(s.share for s in shares) / len(shares),
                         reaches=tuple(dict.fromkeys(pattern_of(r) for s in shares for r in s.changed)), count=len(findings))  # fmt: skip
             named[name].append(site)
+            self.site_of.update({(f.consumer, f.slot, f.producer): site.id for f in findings})
         out = []
         for name, sites in sorted(named.items()):
             kinds = {s.kind for s in sites}
@@ -238,7 +242,11 @@ class _Builder:
     def _unexplained(self) -> tuple[Entry, ...]:
         """Anchor operands that the sites' edits do not reproduce."""
         parted = set(self.al.parted)
-        bad = {(f.consumer, f.slot) for f in self.comparison.findings if f.verdict in ("conflicting", "unpatchable", "undetermined", "unplaced")}
+        bad = {
+            (f.consumer, f.slot)
+            for f in self.comparison.findings
+            if f.verdict in ("conflicting", "unpatchable", "undetermined", "unplaced")
+        }
         bad |= {(f.consumer, f.slot) for f, _ in self.refused}
         out = []
         for key, share in self.check.patched.items():
@@ -271,8 +279,15 @@ class _Builder:
         return (
             self._entries(rest)
             + tuple(
-                Entry(side="training", what=f"{target} of the engine", where=module, layers=_layers(ops), count=len(ops), names=tuple(o.name for o in ops[:8]),
-                      reason="opaque: the engine runs this module's ops as one, which no rule in rules/ops describes")  # fmt: skip
+                Entry(
+                    side="training",
+                    what=f"{target} of the engine",
+                    where=module,
+                    layers=_layers(ops),
+                    count=len(ops),
+                    names=tuple(o.name for o in ops[:8]),
+                    reason="opaque: the engine runs this module's ops as one, which no rule in rules/ops describes",
+                )
                 for (module, target), ops in modules.items()
             )
             + self._partings(tuple(p for p in self.divergence.opaque if p.op.id not in inside))

@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from graphalign.sites.drawing import Drawing
+
 FORMAT_VERSION = 1
 
 
@@ -130,6 +132,8 @@ class Report(Frozen):
     """Counts, chance-match rate, agreement of anchor operands without and with the sites' edits, seconds per stage."""
     nodes: tuple[NodeStatus, ...] = ()
     notes: tuple[str, ...] = ()
+    drawing: Drawing | None = None
+    """What `render` draws."""
 
     @property
     def sites(self) -> int:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+# pytest's log capture switches on torch's structured trace, which takes longer than compiling (torch 2.13)
+_TRACE = logging.getLogger("torch.__trace")
+_TRACE.propagate = False
+_TRACE.setLevel(logging.CRITICAL)
 
 
 @pytest.fixture(autouse=True)

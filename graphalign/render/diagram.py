@@ -1,0 +1,280 @@
+"""A panel as Graphviz source: training left, inference right, what holds the same value at the same height.
+
+A rounded edge is solid and starts with a diamond, an unrounded one is dashed; the colours say it again (Okabe and Ito's palette).
+A site is a labelled stop on its edge: filled where the value is rounded, hollow where it is not.
+"""
+
+from __future__ import annotations
+
+import html
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import graphviz
+
+from graphalign.render.words import SHORT, clean, formats, kernel_name, layer_words, shorten, wrap
+from graphalign.sites.drawing import Arrow, Panel, Vertex
+
+ROUNDED, UNROUNDED, ODD = "#c2410c", "#0369a1", "#a16207"
+"""Vermillion, blue, and mustard for what is no site but not in order either; dark enough for white text and for thin lines."""
+INK, SOFT, BAR = "#1f2933", "#5b6875", "#3b4754"
+FONT = "Helvetica,Arial,sans-serif"
+SIDES = {"t": "training: eager Transformers", "i": "inference: vLLM's compiled engine"}
+
+
+@dataclass
+class Sketch:
+    """Graphviz source, and what each of its parts says when it is pointed at."""
+
+    source: str
+    hover: dict[str, str] = field(default_factory=dict)
+    """Id in the SVG to the text."""
+    partners: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Id in the SVG to the ids that hold the same value."""
+
+
+def sketch(panel: Panel, *, title: str = "", prefix: str = "g", evidence: dict[str, str] | None = None, legend: bool = True, aligned: bool = True) -> Sketch:
+    """Draw a panel.
+
+    Args:
+        panel: what to draw.
+        title: a line above it.
+        prefix: begins every id, so that several diagrams fit on one page.
+        evidence: site to what it says when it is pointed at.
+        legend: explain the lines below it.
+        aligned: put partners at the same height.
+    """
+    return _Sketcher(panel, prefix, evidence or {}).run(title, legend, aligned)
+
+
+class _Sketcher:
+    def __init__(self, panel: Panel, prefix: str, evidence: dict[str, str]) -> None:
+        self.panel, self.prefix, self.evidence = panel, prefix, evidence
+        self.out = Sketch("")
+        self.by_id = {v.id: v for v in panel.vertices}
+        self.rows: dict[str, list[str]] = defaultdict(list)
+
+    def run(self, title: str, legend: bool, aligned: bool) -> Sketch:
+        g = graphviz.Digraph("graphalign", graph_attr={
+            "rankdir": "TB", "newrank": "true", "fontname": FONT, "fontsize": "13", "fontcolor": INK, "ranksep": "0.28", "nodesep": "0.22",
+            "labelloc": "t", "labeljust": "l", "pad": "0.2", "bgcolor": "transparent", "compound": "true", "tooltip": " ",
+        }, node_attr={"fontname": FONT, "fontsize": "10.5", "fontcolor": INK, "color": SOFT, "margin": "0.1,0.05", "height": "0.3"},
+           edge_attr={"fontname": FONT, "fontsize": "9", "arrowsize": "0.6"})  # fmt: skip
+        if title:
+            g.attr(label=f"<<FONT POINT-SIZE='14'><B>{_text(title)}</B></FONT><BR ALIGN='LEFT'/>>")
+        drawn = self._pills()
+        for side in "ti":
+            with g.subgraph(name=f"cluster_{side}") as c:
+                c.attr(label=f"<<B>{SIDES[side]}</B>>", style="rounded", color="#94a3b8", bgcolor="transparent", margin="12", fontsize="12", tooltip=" ", **{"class": "side"})
+                c.node(f"head_{side}", label="", shape="point", width="0.01", style="invis")
+                self._side(c, side, drawn)
+        g.edge("head_t", "head_i", style="invis", constraint="false")
+        self._edges(g, drawn)
+        with g.subgraph() as row:
+            row.attr(rank="same")
+            row.node("head_t")
+            row.node("head_i")
+        if aligned:
+            self._align(g)
+        if legend:
+            g.node("legend", label=_legend(), shape="plaintext", margin="0", tooltip=" ", **{"class": "legend"})
+            for v in self.panel.vertices:
+                g.edge(v.id, "legend", style="invis")
+        self.out.source = g.source
+        return self.out
+
+    # -- vertices ---------------------------------------------------------------------------------------------------------
+
+    def _side(self, g: graphviz.Digraph, side: str, drawn: list[tuple[str, Arrow]]) -> None:
+        """Bars and borders directly; kernels as frames, in them regions as boxes."""
+        frames: dict[tuple[int, str], dict[int | None, list[Vertex]]] = defaultdict(lambda: defaultdict(list))
+        for v in self.panel.vertices:
+            if v.id[0] == side:
+                frames[v.launch if v.kernel else 0, v.kernel][v.box].append(v)
+        for n, ((_, kernel), boxes) in enumerate(frames.items()):
+            if not kernel:
+                self._boxes(g, f"{side}{n}", boxes, drawn)
+                continue
+            with g.subgraph(name=f"cluster_{side}{n}") as frame:
+                frame.attr(label=f"<<FONT POINT-SIZE='9'>kernel {_text(kernel_name(kernel))}</FONT>>", style="solid", color=SOFT, penwidth="1.6",
+                           bgcolor="transparent", margin="9", labelloc="b", labeljust="r", fontcolor=SOFT, tooltip=_plain(kernel), **{"class": "kernel"})  # fmt: skip
+                self._boxes(frame, f"{side}{n}", boxes, drawn)
+
+    def _boxes(self, g: graphviz.Digraph, name: str, boxes: dict[int | None, list[Vertex]], drawn: list[tuple[str, Arrow]]) -> None:
+        for box, vertices in boxes.items():
+            if box is None:
+                for v in vertices:
+                    self._vertex(g, v)
+                continue
+            with g.subgraph(name=f"cluster_{name}_{box}") as c:
+                title = shorten(self.panel.boxes[box], 44)
+                c.attr(label=f"<<FONT POINT-SIZE='9.5'>region {_text(title)}</FONT>>", style="rounded,filled", color="#cbd5e1", fillcolor="#f4f6f8", margin="9",
+                       labelloc="t", labeljust="l", fontcolor=SOFT, tooltip=_plain(self.panel.boxes[box]), **{"class": "region"})  # fmt: skip
+                inside = {v.id for v in vertices}
+                for v in vertices:
+                    self._vertex(c, v)
+                for pill, a in drawn:
+                    if a.tail in inside and a.head in inside:
+                        self._pill(c, pill, a)
+                        self.placed.add(pill)
+
+    def _vertex(self, g: graphviz.Digraph, v: Vertex) -> None:
+        attributes: dict[str, str] = {"shape": "box", "style": "rounded,filled", "fillcolor": "#ffffff"}
+        if v.kind in ("gemm", "attention", "anchor"):
+            attributes = {"shape": "box", "style": "filled", "fillcolor": BAR, "color": BAR, "fontcolor": "#ffffff", "width": "1.9", "height": "0.26"}
+        elif v.kind in ("parameter", "table", "input"):
+            attributes = {"shape": "box", "style": "filled", "fillcolor": "#e8edf2", "color": "#e8edf2", "height": "0.22"}
+        elif v.kind == "steps":
+            attributes |= {"style": "rounded,dashed,filled"}
+        elif v.kind == "sum":
+            attributes |= {"peripheries": "2", "style": "filled"}
+        ident = f"{self.prefix}_{v.id}"
+        self.out.hover[ident] = _vertex_hover(v)
+        self.out.partners[ident] = tuple(f"{self.prefix}_{p}" for p in v.partners)
+        g.node(v.id, label=self._label(v), id=ident, tooltip=_plain(_vertex_hover(v)), **{"class": f"vertex {v.kind}"}, **attributes)
+
+    def _label(self, v: Vertex) -> str:
+        if v.kind in ("gemm", "attention", "anchor", "parameter", "table", "input"):
+            word = {"gemm": "GEMM ", "attention": "attention "}.get(v.kind, "")
+            return f"<{_text(word + shorten(v.label, 40))}>"
+        times = f" ×{v.count}" if v.count > 1 else ""
+        if v.kind == "steps":
+            lines = wrap(v.op, 34)
+            small = f"{v.count} engine ops" if v.id[0] == "i" else f"{len(v.op.split(' → '))} steps"
+        else:
+            lines = wrap(v.label or v.op, 34)
+            other = self._other_layer(v)
+            small = f"{shorten(v.op, 30)}{times}" + (f" · {shorten(v.place.split('/')[-1], 34)}" if v.place else "") + other
+            small = f"residual sum{times}{other}" if v.kind == "sum" else small
+        big = "<BR/>".join(_text(x) for x in lines)
+        return f"<{big}<BR/><FONT POINT-SIZE='8.5' COLOR='{SOFT}'>{_text(small)}</FONT>>"
+
+    def _other_layer(self, v: Vertex) -> str:
+        from graphalign.sites.ends import layer_of
+
+        twin = v if v.id[0] == "t" else next((self.by_id[p] for p in v.partners if p in self.by_id), v)
+        layer = layer_of(twin.module)
+        return f" · layer {layer}" if layer is not None and layer != self.panel.layer else ""
+
+    # -- edges ------------------------------------------------------------------------------------------------------------
+
+    def _pills(self) -> list[tuple[str, Arrow]]:
+        self.placed: set[str] = set()
+        return [(f"p{n}", a) for n, a in enumerate(self.panel.arrows) if a.sites or a.verdict]
+
+    def _own(self, a: Arrow) -> bool:
+        return not self.panel.group or any(s.rpartition(".")[0] == self.panel.group for s in a.sites)
+
+    def _pill(self, g: graphviz.Digraph, name: str, a: Arrow) -> None:
+        color = (ROUNDED if a.roundings else UNROUNDED) if a.sites else ODD
+        what = ", ".join(a.sites[:2]) + (f" +{len(a.sites) - 2}" if len(a.sites) > 2 else "") if a.sites else a.verdict
+        filled = bool(a.roundings) and self._own(a)
+        label = f"<<B>{_text(what)}</B>  {'◆ ' if a.roundings else ''}{_text(formats(a.roundings))}>"
+        if not self._own(a):
+            label = f"<<FONT POINT-SIZE='8.5'>{_text(what)} {_text(formats(a.roundings))}</FONT>>"
+        ident = f"{self.prefix}_{name}"
+        self.out.hover[ident] = "\n".join(self.evidence.get(s, s) for s in a.sites) or self._edge_hover(a)
+        g.node(name, label=label, id=ident, shape="box", style="filled" + ("" if a.roundings else ",dashed") + ",rounded", color=color, penwidth="1.8" if self._own(a) else "1",
+               fillcolor=color if filled else "#ffffff", fontcolor="#ffffff" if filled else color, height="0.2", margin="0.07,0.02", fontsize="10",
+               tooltip=_plain(self.out.hover[ident]), **{"class": f"pill {'own' if self._own(a) else 'other'} {'rounded' if a.roundings else 'unrounded'} " + " ".join(_class(s) for s in a.sites)})  # fmt: skip
+        for s in a.sites:
+            self.rows[s].append(name)
+
+    def _edges(self, g: graphviz.Digraph, drawn: list[tuple[str, Arrow]]) -> None:
+        pills = {id(a): p for p, a in drawn}
+        for n, a in enumerate(self.panel.arrows):
+            rounded = bool(a.roundings)
+            name = f"{self.prefix}_e{n}"
+            self.out.hover[name] = self._edge_hover(a)
+            common = {"tooltip": _plain(self._edge_hover(a))}
+            line = {"color": ROUNDED, "style": "solid"} if rounded else {"color": UNROUNDED, "style": "dashed"}
+            kind = "rounded" if rounded else "unrounded"
+            if id(a) not in pills:
+                tail = {"dir": "both", "arrowtail": "diamond"} if rounded else {}
+                g.edge(a.tail, a.head, id=name, penwidth="1.1", **common, **line, **tail, **{"class": f"flow {kind}"})
+                continue
+            pill, heavy = pills[id(a)], "2.6" if self._own(a) else "1.3"
+            if pill not in self.placed:
+                with g.subgraph(name=f"cluster_{a.tail[0]}") as c:
+                    self._pill(c, pill, a)
+            self.out.hover[name + "b"] = self.out.hover[name]
+            g.edge(a.tail, pill, id=name, color=UNROUNDED, style="dashed", penwidth=heavy, arrowhead="none", **common, **{"class": "flow unrounded"})
+            g.edge(pill, a.head, id=name + "b", penwidth=heavy, **common, **line, **{"class": f"flow {kind}"})
+
+    def _edge_hover(self, a: Arrow) -> str:
+        ends = [self.by_id[x] for x in (a.tail, a.head)]
+        names = " → ".join(shorten(v.label or v.op, 50) for v in ends)
+        state = f"rounded to {formats(a.roundings)}" if a.roundings else "not rounded (FP32)"
+        through = f", through {', '.join(clean(b, 60) for b in a.via)}" if a.via else ""
+        return f"{names}\n{state}{through}" + (f"\n{a.verdict}" if a.verdict else "") + (f"\nsite {', '.join(a.sites)}" if a.sites else "")
+
+    def _align(self, g: graphviz.Digraph) -> None:
+        for v in self.panel.vertices:
+            if v.id[0] == "t" and v.kind not in ("parameter", "table", "input") and v.partners:
+                first = next((p for p in v.partners if p in self.by_id), None)
+                if first and next((p for p in self.by_id[first].partners), None) == v.id:
+                    _same(g, [v.id, first])
+        for names in self.rows.values():
+            sides = {self._pill_side(p): p for p in reversed(names)}
+            if len(sides) == 2:
+                _same(g, list(sides.values()))
+
+    def _pill_side(self, pill: str) -> str:
+        return self.panel.arrows[int(pill[1:])].tail[0]
+
+
+def _same(g: graphviz.Digraph, names: list[str]) -> None:
+    with g.subgraph() as row:
+        row.attr(rank="same")
+        for n in names:
+            row.node(n)
+
+
+def _vertex_hover(v: Vertex) -> str:
+    lines = [clean(v.source or v.label or v.op, 300)]
+    if v.place:
+        lines.append(f"{clean(v.place, 200)}")
+    if v.module:
+        lines.append(f"in {clean(v.module, 200)}")
+    what = f"{clean(v.op, 200)}: {', '.join(clean(n, 60) for n in v.names)}"
+    lines.append(what + (f" and {v.count - 8} more" if v.count > 8 else ""))
+    if v.kernel:
+        lines.append(f"kernel {clean(v.kernel, 200)}")
+    return "\n".join(lines)
+
+
+def caption(panel: Panel) -> str:
+    """What a panel shows, in a line."""
+    group = panel.group or "all sites"
+    if panel.layer is None:
+        return f"{group}: outside the layers (final norm)"
+    others = "" if len(panel.layers) == 1 else f"; it stands for {layer_words(panel.layers)}"
+    return f"{group}: layer {panel.layer}{others}"
+
+
+def _legend() -> str:
+    cell = "<TD ALIGN='LEFT'><FONT POINT-SIZE='9' COLOR='{}'>{}</FONT></TD>"
+    parts = [
+        (ROUNDED, "<B>◆━━</B> rounded here, on its way to the reader"),
+        (UNROUNDED, "<B>╍╍╍</B> not rounded: the reader gets FP32"),
+        (INK, "named stop: a site; filled = rounded, hollow = not"),
+        (SOFT, "dark bar: not compared inside · box: region · frame: one kernel"),
+    ]
+    return "<<TABLE BORDER='0' CELLSPACING='2'><TR>" + "".join(cell.format(c, t) for c, t in parts) + "</TR></TABLE>>"
+
+
+def _text(text: str) -> str:
+    """Escaped for an HTML-like label."""
+    return html.escape(clean(text), quote=True)
+
+
+def _plain(text: str) -> str:
+    """Escaped for any other attribute."""
+    return graphviz.escape(text)
+
+
+def _class(site: str) -> str:
+    return "site-" + "".join(c if c.isalnum() else "-" for c in site)
+
+
+__all__ = ["SHORT", "Sketch", "caption", "sketch"]

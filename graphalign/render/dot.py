@@ -1,0 +1,79 @@
+"""Running Graphviz, and making its SVG safe to put into a page."""
+
+from __future__ import annotations
+
+import subprocess
+import xml.etree.ElementTree as ET
+
+import graphviz
+
+from graphalign.errors import GraphalignError
+from graphalign.render.diagram import Sketch
+
+GET_GRAPHVIZ = "Graphviz's `dot` is not installed: apt-get install graphviz (Debian, Ubuntu), brew install graphviz (macOS), or https://graphviz.org/download"
+SECONDS = 60
+SVG = "http://www.w3.org/2000/svg"
+TAGS = {"svg", "g", "path", "polygon", "polyline", "ellipse", "text", "title"}
+ATTRIBUTES = {"id", "class", "d", "points", "cx", "cy", "rx", "ry", "x", "y", "fill", "stroke", "stroke-width", "stroke-dasharray", "fill-opacity", "stroke-opacity",
+              "text-anchor", "font-family", "font-size", "font-weight", "font-style", "transform", "viewBox", "width", "height"}  # fmt: skip
+
+
+class NoGraphvizError(GraphalignError):
+    """`dot` is missing."""
+
+    def __init__(self) -> None:
+        super().__init__(GET_GRAPHVIZ, hint="the .dot file can be drawn elsewhere: dot -Tsvg diff.dot -o diff.svg")
+
+
+def draw_svg(sketch: Sketch) -> ET.Element:
+    """The diagram as an SVG tree that holds nothing but shapes and text.
+
+    Raises:
+        NoGraphvizError: `dot` is not installed.
+        GraphalignError: `dot` failed.
+    """
+    try:
+        raw = graphviz.pipe("dot", "svg", sketch.source.encode(), quiet=True)
+    except graphviz.ExecutableNotFound:
+        raise NoGraphvizError from None
+    except subprocess.CalledProcessError as e:
+        raise GraphalignError("Graphviz could not draw the diagram", where=(e.stderr or b"").decode(errors="replace")[:400], hint="write a .dot file and look at it") from None
+    root = ET.fromstring(raw)
+    return _clean(root, sketch)
+
+
+def _clean(root: ET.Element, sketch: Sketch) -> ET.Element:
+    """Keep shapes and text; hover texts become `<title>`, partners `data-partners`."""
+    out = _copy(root)
+    for g in out.iter(f"{{{SVG}}}g"):
+        ident = g.get("id", "")
+        for title in g.findall(f"{{{SVG}}}title"):
+            g.remove(title)
+        if ident in sketch.hover:
+            title = ET.Element(f"{{{SVG}}}title")
+            title.text = sketch.hover[ident]
+            g.insert(0, title)
+            g.set("data-partners", " ".join(sketch.partners.get(ident, ())))
+        elif g.get("class", "").startswith(("node", "edge", "cluster", "graph")) and ident:
+            del g.attrib["id"]
+    return out
+
+
+def _copy(element: ET.Element) -> ET.Element:
+    tag = element.tag.rpartition("}")[2]
+    out = ET.Element(f"{{{SVG}}}{tag}", {k: v for k, v in element.attrib.items() if k in ATTRIBUTES})
+    out.text, out.tail = element.text, element.tail
+    for child in element:
+        name = child.tag.rpartition("}")[2] if isinstance(child.tag, str) else ""
+        if name in TAGS:
+            out.append(_copy(child))
+        elif name == "a":
+            out.extend(_copy(x) for x in child if isinstance(x.tag, str) and x.tag.rpartition("}")[2] in TAGS)
+    # Graphviz wraps what has a tooltip in <g id="a_…"><a>: unwrap, so that a node's group holds its shapes
+    return out
+
+
+def to_text(svg: ET.Element) -> str:
+    """The tree as text, without a prefix on every tag."""
+    ET.register_namespace("", SVG)
+    return ET.tostring(svg, encoding="unicode")
