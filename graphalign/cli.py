@@ -90,6 +90,10 @@ EngineArgs = Annotated[
         help="Argument of vLLM's engine, may be repeated. VALUE is JSON where it parses, else a string.",
     ),
 ]
+Target = Annotated[
+    str, typer.Option(metavar="NAME", help="Where inference runs: cpu, or a GPU that need not be here; `graphalign targets` lists them.")
+]
+Entry = Annotated[Literal["llm", "server"], typer.Option(help="For a GPU target: the defaults of vLLM's LLM class, or of its server.")]
 Timeout = Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Give up on an engine that takes longer, and end it.")]
 Factory = Annotated[
     str | None, typer.Option(metavar="PKG.MODULE:FUNCTION", help="Capture the module that this function returns: your own trainer's model.")
@@ -118,7 +122,8 @@ def root(
 
     Start with [bold]graphalign find example:qwen3 --out out/qwen3[/], which needs no model and no GPU.
 
-    Exit codes: 0 done, 1 a bug in graphalign, 2 bad input, 3 the two sides compute different functions, 4 capture failed.
+    Exit codes: 0 done, 1 a bug in graphalign, 2 bad input, 3 the two sides compute different functions, 4 capture failed,
+    5 something moved since the baseline.
     """
 
 
@@ -128,6 +133,8 @@ def find(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for inference.json.gz, training.json.gz, sites.json and patch.yaml.")],
     layers: Layers = None,
     weights: Weights = None,
+    target: Target = "cpu",
+    entry: Entry = "llm",
     vllm_python: VllmPython = None,
     engine_arg: EngineArgs = None,
     timeout: Timeout = 1800.0,
@@ -136,6 +143,11 @@ def find(
     autocast: Autocast = "none",
     attention: Attention = "sdpa",
     rules: Rules = None,
+    baseline: Annotated[
+        Path | None,
+        typer.Option(metavar="PATCH", help="An older patch.yaml of this model: also say what moved since, and exit with 5 if anything did."),
+    ] = None,
+    page: Annotated[bool, typer.Option("--report/--no-report", help="Write report.html too: the result with diagrams, for a reviewer.")] = True,
 ) -> None:
     """Capture both sides of a model, align them, and say where rounding moved.
 
@@ -145,28 +157,41 @@ def find(
 
       graphalign find ./my-model --out out/mine --layers 4 --engine-arg max_model_len=4096
 
+      graphalign find example:qwen3-8b-base --out out/h100 --target h100
+
       graphalign find ./my-model --out out/trl --dtype float32 --autocast bfloat16
 
-      graphalign find ./my-model --out out/v31 --vllm-python /envs/vllm-0.31/bin/python
+      graphalign find ./my-model --out out/v31 --vllm-python /envs/vllm-0.31/bin/python --baseline patch.yaml
     """
+    from graphalign.cli_drift import MOVED, end_find, read_baseline
+    from graphalign.cli_render import write_report
     from graphalign.ir.files import write_json
     from graphalign.rules import rules_dir
 
     arguments, factory, rules = console.parse_engine_args(engine_arg or ()), console.check_factory(factory), rules_dir(rules)
     console.require_folder(out)
+    old = read_baseline(baseline)
     console.require_packages(*(() if vllm_python else ("vllm",)), "transformers")
     with console.Stages() as stages:
-        inference = _capture_inference(stages, model, out / "inference.json.gz", vllm_python, arguments, layers, weights, timeout)
+        inference = _capture_inference(
+            stages, model, out / "inference.json.gz", vllm_python, arguments, layers, weights, timeout, target, entry
+        )
         training = _capture_training(stages, model, factory, layers, dtype, autocast, attention, weights)
         write_json(out / "training.json.gz", training)
         report = _diff(stages, inference, training, rules)
         write_json(out / "sites.json", report, indent=1)
         _write_patch(report, out)
+        if page:
+            stages("report", None)
+            write_report(report, out / "report.html")
     _show_report(report, out / "sites.json")
     s = stages.seconds
     captures = f"inference {s['inference']:.1f}, training {s['training']:.1f}"
     print(f"capture {s['inference'] + s['training']:.1f} s ({captures}), then {s['diff']:.1f} s")
+    moved = end_find(report, rules, old, baseline)
     _finish(report)
+    if moved:
+        raise typer.Exit(MOVED)
 
 
 @capture.command("inference")
@@ -175,6 +200,9 @@ def capture_inference_command(
     output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="The capture, `inf.json.gz`.")],
     layers: Layers = None,
     weights: Weights = None,
+    target: Target = "cpu",
+    entry: Entry = "llm",
+    keep_kernels: Annotated[Path | None, typer.Option(metavar="DIR", help="Also keep the generated kernels' source here.")] = None,
     vllm_python: VllmPython = None,
     engine_arg: EngineArgs = None,
     timeout: Timeout = 1800.0,
@@ -186,12 +214,16 @@ def capture_inference_command(
       graphalign capture inference example:qwen3 -o inf.json.gz
 
       graphalign capture inference ./my-model -o inf.json.gz --engine-arg 'compilation_config={"mode": 3}'
+
+      graphalign capture inference example:qwen3 -o inf.json.gz --target h100 --keep-kernels kernels
     """
     arguments = console.parse_engine_args(engine_arg or ())
     console.require_output(output)
     console.require_packages(*(() if vllm_python else ("vllm",)))
     with console.Stages() as stages:
-        graph = _capture_inference(stages, model, output, vllm_python, arguments, layers, weights, timeout)
+        graph = _capture_inference(
+            stages, model, output, vllm_python, arguments, layers, weights, timeout, target, entry, keep_kernels
+        )
     kernels = sum(len(g.kernels) for g in graph.graphs)
     print(f"{output}: {len(graph.graphs)} graph(s), {kernels} kernels, {len(graph.bodies)} different loop bodies")
 
@@ -298,6 +330,9 @@ def _capture_inference(
     layers: int | None,
     weights: WeightsChoice | None,
     timeout: float,
+    target: str = "cpu",
+    entry: Literal["llm", "server"] = "llm",
+    keep_kernels: Path | None = None,
 ) -> InferenceGraph:
     stages.start("inference")("find the model")
     from graphalign.capture.inference import capture_inference
@@ -305,8 +340,9 @@ def _capture_inference(
 
     folder = resolve_model(model)
     return capture_inference(
-        folder, out, python=python, engine_args=arguments, layers=layers, weights=weights, timeout=timeout, progress=stages
-    )
+        folder, out, python=python, engine_args=arguments, layers=layers, weights=weights, timeout=timeout, progress=stages,
+        target=target, entry=entry, keep_kernels=keep_kernels,
+    )  # fmt: skip
 
 
 def _capture_training(
@@ -338,22 +374,25 @@ def _capture_training(
 def _diff(stages: console.Stages, inference: InferenceGraph, training: TrainingGraph, rules: Path) -> Report:
     if stages.job != "diff":
         stages.start("diff")
+    from graphalign.patch.ranges import decode_range
     from graphalign.sites.find import diff as find_sites
 
-    return find_sites(inference, training, rules=rules, progress=stages)
+    inference, notes = decode_range(inference, rules)
+    report = find_sites(inference, training, rules=rules, progress=stages)
+    return report.model_copy(update={"notes": (*notes, *report.notes)}) if notes else report
 
 
 def _write_patch(report: Report, out: Path) -> None:
     """`patch.yaml` beside the sites; none where there is nothing to patch or the sides differ."""
+    path = out / "patch.yaml"
+    if report.semantic or not report.groups:
+        path.unlink(missing_ok=True)  # an older patch must not look like this run's
+        return
     import hashlib
 
     from graphalign.patch.make import make_spec
     from graphalign.patch.spec import save
 
-    path = out / "patch.yaml"
-    if report.semantic or not report.groups:
-        path.unlink(missing_ok=True)  # an older patch must not look like this run's
-        return
     digests = {side: hashlib.sha256((out / f"{side}.json.gz").read_bytes()).hexdigest() for side in ("inference", "training")}
     save(make_spec(report, captures=digests), path)
 
@@ -380,7 +419,9 @@ def _finish(report: Report) -> None:
 def main() -> NoReturn:
     """Entry point of the `graphalign` command."""
     import graphalign.cli_drift
-    import graphalign.cli_patch  # noqa: F401  (these register their commands)
+    import graphalign.cli_patch
+    import graphalign.cli_render
+    import graphalign.cli_targets  # noqa: F401  (these register their commands)
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # so that `finally` blocks end the engine's processes
     app()

@@ -43,12 +43,14 @@ def drift_command(
 
       graphalign drift old/inference.json.gz new/inference.json.gz
     """
+    from graphalign.evaluate.opaque import load_opaque_ops
     from graphalign.patch.drift import drift
     from graphalign.patch.snapshot import read
     from graphalign.rules import rules_dir
 
     folder = rules_dir(rules)
-    result = drift(read(old, folder), read(new, folder))
+    inside = {name: rule.inside for name, rule in load_opaque_ops(folder).items()}
+    result = drift(read(old, folder), read(new, folder), inside)
     _print(result, format)
     if result.moved:
         raise typer.Exit(MOVED)

@@ -21,6 +21,9 @@ NOT_PROVEN = 6
 PROMPT = tuple((17 * i + 5) % 997 for i in range(57))
 """Token ids of the replay's prompt (taken modulo the vocabulary)."""
 
+WHY_NO_WEIGHTS = "the model has no weights, so both sides' norms and biases are random and differ"
+WHY_SIMULATED = "the target is simulated, so there are no values of its engine"
+
 Names = Annotated[str, typer.Option(metavar="GROUPS", help="Group names, separated by commas.")]
 Spec = Annotated[Path, typer.Argument(metavar="PATCH", help="A spec, `patch.yaml`.")]
 
@@ -135,19 +138,20 @@ def check(
     with console.Stages() as stages, tempfile.TemporaryDirectory(prefix="graphalign-") as work:
         stages.start("inference")("find the model")
         folder = resolve_model(model)
-        real = has_weights(folder)
+        real = has_weights(folder) and not spec.simulated
         recorded = Path(work) / "values"
         tokens = [t % _vocabulary(folder) for t in PROMPT]
         inference = capture_inference(
             folder, Path(work) / "inference.json.gz", python=vllm_python, engine_args=arguments, layers=layers, timeout=timeout, progress=stages,
-            values={"tokens": tokens, "out": recorded} if real else None,
+            values={"tokens": tokens, "out": recorded} if real else None, target=str(spec.target.get("key", "cpu")),
+            entry=spec.target.get("entry", "llm"),
         )  # fmt: skip
         stages.start("check")("build the model")
         trainer = _build(model, spec, layers)
         proof = prove(
             trainer, spec, inference, lambda m: record_forward(m, autocast=spec.regime.get("autocast")),
             read_values(recorded, inference) if real else None, rules=rules,
-            skipped="" if real else "the model has no weights, so both sides' norms and biases are random and differ", progress=stages,
+            skipped="" if real else WHY_SIMULATED if spec.simulated else WHY_NO_WEIGHTS, progress=stages,
         )  # fmt: skip
     render_proof(proof, console.output())
     if output is not None:

@@ -44,6 +44,12 @@ class CaptureFailedError(GraphalignError):
     exit_code = 4
 
 
+class KernelMismatchError(GraphalignError):
+    """Generated kernels do not round where the captured map says: the map is wrong."""
+
+    exit_code = 4
+
+
 class UnsupportedOpError(GraphalignError):
     """An op whose meaning is not known; alignment stops for that region only."""
 

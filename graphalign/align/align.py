@@ -88,6 +88,8 @@ def prepare(inference: InferenceGraph, training: TrainingGraph, rules: Path) -> 
     Raises:
         BadInputError: the captures are of different models.
     """
+    verify_inference(inference)
+    verify_training(training)
     check_same_model(inference, training)
     inference = rename(inference, training)
     ti = trace_inference.Tracer(inference, load_opaque_ops(rules))

@@ -25,6 +25,8 @@ from graphalign.ir.dataflow import Op
 CHECK_SEED = 77003
 EXACT = 0.9999
 """Share of an operand's elements that must be equal; float64 noise may flip a tie, nothing else may differ."""
+FAR = 2.0**-3
+"""Distance that roundings to BF16 (2⁻⁹ each) do not reach, relative to an element and the operand's root mean square."""
 HORIZON = 2
 """A site's effect is followed across this many residual sums."""
 
@@ -67,6 +69,8 @@ class Check:
     patched: dict[tuple[int, int], float] = field(default_factory=dict)
     confirmations: dict[tuple[int, int], Confirmation] = field(default_factory=dict)
     uncompared: dict[tuple[int, int], str] = field(default_factory=dict)
+    far: dict[tuple[int, int], float] = field(default_factory=dict)
+    """With the edits, the share of elements that are further from the engine's than roundings can take them."""
 
 
 class Checker:
@@ -131,6 +135,17 @@ class Checker:
                     shares[key] = share
         return shares, missing
 
+    def far(self, run: run_training.Run, keys: Iterable[tuple[int, int]]) -> dict[tuple[int, int], float]:
+        """Share of elements of GEMM and attention operands that no rounding explains: wrong signs, another order."""
+        out: dict[tuple[int, int], float] = {}
+        for key in keys:
+            op = self.pair.flow_t.ops[key[0]]
+            if op.target in ("gemm", "attention"):
+                a, b = in_layout(op, run.operands[key]), self.partner[key].reshape(-1)
+                near = (a - b).abs() <= FAR * (b.abs() + b.square().mean().sqrt())
+                out[key] = 1.0 - float(near.double().mean())
+        return out
+
     def name(self, key: tuple[int, int]) -> str:
         """An operand's name for people."""
         op = self.pair.flow_t.ops[key[0]]
@@ -164,6 +179,7 @@ def check(pair: Pair, edits: Iterable[Edit]) -> Check:
     everything = as_edits(edits)
     base = checker.run(everything)
     out.patched, out.uncompared = checker.agreement(base)
+    out.far = checker.far(base, [k for k, share in out.patched.items() if share < EXACT])
     for edit in edits:
         out.confirmations[edit.consumer, edit.slot] = _confirm(checker, base, everything, edit)
     return out

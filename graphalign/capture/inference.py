@@ -15,11 +15,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any, Literal
 
+from graphalign.engines.gpu.targets import CPU, find_target
 from graphalign.errors import BadInputError, CaptureFailedError, CaptureFileError
 from graphalign.ir.files import read_json, write_bytes
 from graphalign.ir.inference import InferenceGraph
 
 SCRIPT = Path(__file__).with_name("engine_script.py")
+GPU_SCRIPT = Path(__file__).parents[1] / "engines" / "gpu" / "script.py"
+"""Stands in for the engine on a GPU that isn't here."""
 LOG_LINES = 12
 """Log lines shown when the engine fails."""
 
@@ -39,6 +42,8 @@ def capture_inference(
     progress: Progress | None = None,
     keep_kernels: str | os.PathLike[str] | None = None,
     values: Mapping[str, Any] | None = None,
+    target: str = CPU,
+    entry: Literal["llm", "server"] = "llm",
 ) -> InferenceGraph:
     """Start vLLM on a model, write what it compiled to `out`, and return it.
 
@@ -53,6 +58,8 @@ def capture_inference(
         progress: see `Progress`.
         keep_kernels: directory for the generated source code.
         values: {"tokens": token ids, "out": path}: also score these tokens and write there what every anchor read and wrote.
+        target: "cpu", or the name of a GPU (`engines.gpu.targets`) that vLLM lowers the model for without having it.
+        entry: for a GPU, whose defaults apply: those of the `LLM` class or of the server.
 
     Raises:
         BadInputError: `model_dir`, `python` or `out` cannot be used.
@@ -61,6 +68,12 @@ def capture_inference(
     model = Path(model_dir)
     if not (model / "config.json").is_file():
         raise BadInputError(f"{model} holds no config.json", where=str(model), hint="give the directory of a model")
+    gpu = find_target(target)
+    if gpu is not None and (values or weights == "real"):
+        what = "anchor values" if values else "the checkpoint's weights"
+        raise BadInputError(f"{what} cannot be had on a simulated {target}", where="--target", hint="use --target cpu, or leave them out")
+    if gpu is not None:
+        weights = "dummy"
     if weights is None:
         weights = "real" if has_weights(model) else "dummy"
     elif weights == "real" and not has_weights(model):
@@ -68,11 +81,11 @@ def capture_inference(
         raise BadInputError(f"{model} holds no weight files", where=str(model), hint=hint)
     if layers is not None and layers < 1:
         raise BadInputError(f"cannot capture {layers} layers", hint="give a number of layers of at least 1")
-    target = Path(out)
+    destination = Path(out)
     interpreter = _interpreter(python)
     with tempfile.TemporaryDirectory(prefix="graphalign-") as folder:
         work = Path(folder)
-        written = work / ("capture.json.gz" if str(target).endswith(".gz") else "capture.json")
+        written = work / ("capture.json.gz" if str(destination).endswith(".gz") else "capture.json")
         request = {
             "model": str(model.resolve()),
             "name": model.resolve().name,
@@ -83,14 +96,16 @@ def capture_inference(
             "values": {"tokens": list(values["tokens"]), "out": str(values["out"])} if values else None,
             "keep_kernels": str(Path(keep_kernels).resolve()) if keep_kernels is not None else None,
         }
+        if gpu is not None:
+            request |= {"target": gpu.model_dump(mode="json"), "entry": entry}
         (work / "request.json").write_text(json.dumps(request))
         with (work / "log.txt").open("w+") as log:
-            _run(interpreter, work / "request.json", log, timeout, progress)
+            _run(interpreter, SCRIPT if gpu is None else GPU_SCRIPT, work / "request.json", log, timeout, progress)
             try:
                 graph = read_json(written, InferenceGraph, kind="inference capture")
             except CaptureFileError as e:
                 raise CaptureFailedError(f"the engine wrote no usable capture: {e.what}", where=_tail(log)) from None
-        write_bytes(target, written.read_bytes())
+        write_bytes(destination, written.read_bytes())
     return graph
 
 
@@ -111,13 +126,13 @@ def _interpreter(python: str | os.PathLike[str] | None) -> str:
     return str(path)
 
 
-def _run(interpreter: str, request: Path, log: IO[str], timeout: float, progress: Progress | None) -> None:
+def _run(interpreter: str, script: Path, request: Path, log: IO[str], timeout: float, progress: Progress | None) -> None:
     """Run the script to its end; on any way out, no process of its session is left."""
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
     environment["PYTHONUNBUFFERED"] = "1"
     try:
         process = subprocess.Popen(
-            [interpreter, str(SCRIPT), str(request)],
+            [interpreter, str(script), str(request)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -34,7 +34,7 @@ def default_cache_dir() -> Path:
 def example_names() -> tuple[str, ...]:
     """Names that may follow `example:`."""
     recipes = _recipes()
-    return (*recipes["tiny"]["models"], *recipes["gguf"])
+    return (*recipes["tiny"]["models"], *recipes["gguf"], *recipes.get("configs", {}))
 
 
 def resolve_model(name_or_path: str | os.PathLike[str], cache_dir: str | os.PathLike[str] | None = None, *, weights: bool = True) -> Path:
@@ -112,6 +112,9 @@ def _example(name: str, cache: Path) -> Path:
         recipe = recipes["gguf"][name]
         source = _packaged(name, recipe)
         return _cached(name, recipe, cache, lambda folder: _build_from_gguf(source, folder))
+    if name in recipes.get("configs", {}):
+        recipe = recipes["configs"][name]
+        return _cached(name, recipe, cache, lambda folder: _config(recipe).save_pretrained(folder))
     raise BadInputError(f"there is no example {name!r}", where=PREFIX + name, hint="the examples are " + ", ".join(example_names()))
 
 
@@ -161,13 +164,20 @@ def _quietly() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+def _config(recipe: dict[str, Any]) -> Any:
+    import transformers
+
+    settings = {k: v for k, v in {**recipe.get("common", {}), **recipe.get("kwargs", {})}.items() if k not in recipe.get("without", ())}
+    config = getattr(transformers, recipe["config"])(**settings)
+    config.architectures = [recipe["architecture"]]
+    return config
+
+
 def _build_tiny(recipe: dict[str, Any], folder: Path) -> None:
     import torch
     import transformers
 
-    settings = {k: v for k, v in {**recipe["common"], **recipe.get("kwargs", {})}.items() if k not in recipe.get("without", ())}
-    config = getattr(transformers, recipe["config"])(**settings)
-    config.architectures = [recipe["architecture"]]
+    config = _config(recipe)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(SEED)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

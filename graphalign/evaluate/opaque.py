@@ -33,6 +33,8 @@ class OpaqueOp(BaseModel):
     """The argument it writes; empty if it returns its result."""
     layer: str = ""
     ignore: tuple[str, ...] = ()
+    inside: str = ""
+    """How the op rounds inside, in words, with the source of that; for people, and quoted by `drift`."""
 
 
 def load_opaque_ops(rules: Path) -> dict[str, OpaqueOp]:

@@ -21,7 +21,7 @@ from graphalign.evaluate.values import Arithmetic, Val, draw, seed_of
 from graphalign.ir.args import references
 from graphalign.ir.dataflow import LOW_PRECISION, Op
 from graphalign.ir.indexing import evaluate as index_value
-from graphalign.ir.inference import Body, Buffer, Graph, InferenceGraph, Node, Parameter
+from graphalign.ir.inference import VALUE, Body, Buffer, Export, Graph, InferenceGraph, Node, Parameter
 
 Replace = Callable[[Val], Val]
 UNKNOWN = float("nan")
@@ -67,12 +67,14 @@ class Run:
         """Evaluate all graphs in order."""
         self.tables = {t.name: t for t in self.capture.tables}
         self.storages: dict[Any, Storage] = {}
+        self.exported: dict[str, Storage] = {}
         for g, graph in enumerate(self.capture.graphs):
             self._graph(g, graph)
         return self
 
     def _graph(self, g: int, graph: Graph) -> None:
-        self.g, self.buffers, self.inputs = g, {b.name: b for b in graph.buffers}, {i.name: i for i in graph.inputs}
+        passed = graph.passed()
+        self.g, self.buffers, self.inputs = g, {b.name: b for b in (*passed, *graph.buffers)}, {i.name: i for i in graph.inputs}
         self.env: dict[str, int] = dict(graph.symbols)
         if graph.tokens:
             self.env[graph.tokens] = self.arithmetic.tokens
@@ -80,6 +82,9 @@ class Run:
             if i.role == "symbol":
                 self.env.setdefault(i.name, self.env.get(i.source, 0))
         self.live: dict[str, Storage] = {}
+        for b in passed:
+            if (known := self.exported.get(self.inputs[b.name].source)) is not None:
+                self.live[b.name] = known
         self.results: dict[str, list[torch.Tensor]] = {}
         for kernel in graph.kernels:
             for node in kernel.nodes:
@@ -89,11 +94,25 @@ class Run:
                     self._loop(node)
                 else:
                     self._anchor(node)
+        for e in graph.exports:
+            self._export(e)
         if self.only is not None:
             return
         for op in self.tracer.ops:
             if op.kind == "output" and op.key[0] == g:
                 self.operands[op.id, 0] = self._contents(op.key[1])
+
+    def _export(self, e: Export) -> None:
+        """Hand a tensor on to later graphs: its storage from its first element on."""
+        name = str(e.tensor.get("b"))
+        root, offset = self._root(name)
+        source = self._source(name) if name in self.inputs else self.live.get(root)
+        if not isinstance(source, Storage):
+            return
+        offset += int(index_value(str(e.tensor.get("offset", "0")), self.env))
+        memory = source.memory[offset:].clone() if offset else source.memory  # `as_strided` counts from a tensor's storage
+        identity = source.id if offset == 0 else self._number(("exported", source.id, offset))
+        self.exported[VALUE + e.name] = Storage(identity, memory, memory)
 
     # -- storage --------------------------------------------------------------------------------------------------------
 
@@ -136,8 +155,10 @@ class Run:
         i = self.inputs.get(name)
         if i is None:
             return self._storage(self._root(name)[0])
-        if name in self.live:  # written by an extern call
+        if name in self.live:  # written by an extern call, or another graph's export
             return self.live[name]
+        if i.source.startswith(VALUE):
+            return self._storage(name)
         p = next((p for p in self.capture.parameters if p.name == i.source), None) if i.role == "parameter" else None
         if p is not None and p.segments and p.learned:
             return _Lazy(("parameter", tuple(self.arithmetic.name(s.checkpoint) for s in p.segments), p.shape), p, i.dtype or p.dtype)
@@ -394,6 +415,8 @@ class _Interpreter:
         self.identities: dict[int, int] = {}
         self.alive: list[torch.Tensor] = []  # an identity is an address: it must stay taken
         self.pending: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.lanes: torch.Tensor | None = None
+        """Inside a masked block: the lanes that are not masked out."""
         n = len(self.body.var_ranges)
         self.env: dict[str, Any] = dict(self.run_.env)
         self.shape: list[int] = []
@@ -462,7 +485,10 @@ class _Interpreter:
             env[name] = x.double() if dtype.startswith(("float", "bfloat")) else x
             return env[name]
         if target == "load":
-            env[name] = self.load(self.binding[args[0]["b"]], arg(args[1]))
+            found = self.load(self.binding[args[0]["b"]], arg(args[1]))
+            if self.lanes is not None and found.is_floating_point():
+                found = torch.where(self.lanes, found, UNKNOWN)  # a masked-out lane reads what is never used
+            env[name] = found
             return env[name]
         if target in ("store", "store_reduction"):
             value = arg(args[2])
@@ -489,11 +515,12 @@ class _Interpreter:
             env[name] = pair[args[1]] if isinstance(pair, list | tuple) else pair
             return env[name]
         if target.startswith("masked_subblock"):
-            mask, other = arg(args[0]), arg(args[1])
+            mask, other = torch.as_tensor(arg(args[0])).bool(), arg(args[1])
+            outer, self.lanes = self.lanes, mask if self.lanes is None else mask & self.lanes
             inner = self.block(self.body.subblocks.get(target, ()), dict(env), f"{target}.")
+            self.lanes = outer
             if inner is None:
                 return None
-            mask = torch.as_tensor(mask).bool()
             fill = torch.as_tensor(float(other) if not isinstance(other, torch.Tensor) else other, dtype=torch.float64)
             env[name] = torch.where(mask, inner.double() if inner.is_floating_point() else inner, fill)
             return env[name]

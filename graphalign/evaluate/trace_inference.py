@@ -18,7 +18,7 @@ from graphalign.evaluate import aten
 from graphalign.evaluate.opaque import OpaqueOp
 from graphalign.ir.args import references
 from graphalign.ir.dataflow import LOW_PRECISION, Dataflow, Op, Operand, Ref, selected_format
-from graphalign.ir.inference import Graph, InferenceGraph, Node, Parameter
+from graphalign.ir.inference import VALUE, Graph, InferenceGraph, Node, Parameter
 
 TRANSPARENT = frozenset({"neg", "identity", "to_dtype", "load", "store", "getitem", "masked"})
 """Targets that make no new value (a sign change commutes with rounding to nearest even)."""
@@ -52,6 +52,8 @@ class Tracer:
     """(graph, node, op of its body) of what depends on run-time inputs and tables only: the engine computes it in FP32."""
     exact: dict[int, str] = field(default_factory=dict)
     """Op index to the format its result is exact in already, see `selected_format`."""
+    exported: dict[str, Operand] = field(default_factory=dict)
+    """What graphs hand on to later graphs, by name."""
     computed: dict[int, tuple[int, str]] = field(default_factory=dict)
     """Op index of a table that a kernel computes to (graph, node)."""
     _occurrences: dict[tuple[Any, ...], int] = field(default_factory=dict)
@@ -76,7 +78,7 @@ class Tracer:
         return op
 
     def _graph(self, g: int, graph: Graph) -> None:
-        self.buffers = {b.name: b for b in graph.buffers}
+        self.buffers = {b.name: b for b in (*graph.passed(), *graph.buffers)}
         self.inputs = {i.name: i for i in graph.inputs}
         # refs and, once written to memory, their rounded form; views of a concat buffer feed the whole
         self.register: dict[str, Operand] = {}
@@ -94,6 +96,8 @@ class Tracer:
                 refs = self.read(g, name)
                 if refs:
                     self.add(name=f"output.{name}", kind="output", target="output", operands=(refs,), where=graph.name, key=(g, name))
+        for e in graph.exports:
+            self.exported[e.name] = self.read(g, str(e.tensor.get("b")))
 
     def read(self, g: int, name: str) -> Operand:
         """Edges that a load of `name` from memory gives."""
@@ -102,6 +106,8 @@ class Tracer:
         if (i := self.inputs.get(name)) is not None:
             if i.role in ("symbol", "layer"):
                 return ()
+            if i.source.startswith(VALUE):
+                return self.exported.get(i.source.removeprefix(VALUE), ())
             return (Ref(self._source(g, name), (i.dtype,) if i.dtype in LOW_PRECISION else ()),)
         buffer = self.buffers.get(name)
         if buffer is not None and buffer.view_of is not None and buffer.view_of != name:

@@ -163,6 +163,19 @@ class Kernel(Frozen):
     nodes: tuple[Node, ...]
 
 
+VALUE = "value:"
+"""Starts the `source` of an input that is another graph's export, by name."""
+
+
+class Export(Frozen):
+    """A tensor that a graph hands on to later graphs."""
+
+    name: str
+    """Name of the value; exporting it again replaces it (a call wrote into it)."""
+    tensor: dict[str, Any]
+    """`{"b": buffer}`, with `size`, `stride`, `offset` where it is a view, as among the arguments of an extern call."""
+
+
 class Graph(Frozen):
     """One Inductor graph: the whole model on CPU, one piece between attention ops on CUDA."""
 
@@ -175,6 +188,16 @@ class Graph(Frozen):
     """Size hint of every free symbol; the token count is the one in `tokens`."""
     tokens: str = ""
     """The symbol of the token count."""
+    exports: tuple[Export, ...] = ()
+    """What later graphs read as inputs of source `value:NAME`."""
+
+    def passed(self) -> tuple[Buffer, ...]:
+        """The inputs that are other graphs' exports, as buffers: an extern call may write into them."""
+        return tuple(
+            Buffer(name=i.name, dtype=i.dtype, size=i.size, stride=i.stride, layout="passed")
+            for i in self.inputs
+            if i.role == "tensor" and i.source.startswith(VALUE)
+        )
 
 
 class Header(Frozen):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from graphalign.patch.census import Census
@@ -121,6 +121,16 @@ def _of(entries: tuple[Entry, ...]) -> tuple[int, ...]:
 # -- ops, edges, kernels -----------------------------------------------------------------------------------------------------
 
 
+def opaque(old: Snapshot, new: Snapshot, inside: Mapping[str, str]) -> Iterator[Item]:
+    """Ops that cannot be seen into, with what rules/ops says about their inside."""
+    for op in sorted(new.opaque - old.opaque):
+        declared = inside.get(op, "")
+        words = f"its inside is not compared; by rules/ops it {declared}" if declared else "how it rounds inside is not known"
+        yield _item("op", "appeared", f"opaque op {op}", new=words)
+    for op in sorted(old.opaque - new.opaque):
+        yield _item("op", "vanished", f"opaque op {op}")
+
+
 def ops(old: Snapshot, new: Snapshot) -> Iterator[Item]:
     """Ops of two sites files, by side."""
     for side in ("inference", "training"):
@@ -148,10 +158,6 @@ def _ops(old: Counter[tuple[str, str]], new: Counter[tuple[str, str]], prefix: s
 
 def structure(old: Census, new: Census) -> Iterator[Item]:
     """Two captures of one side: ops, edges with their roundings, kernels, attention and engine parameters."""
-    for op in sorted(new.opaque - old.opaque):
-        yield _item("op", "appeared", f"opaque op {op}", new="its inside, and how it rounds, is not known: see rules/ops")
-    for op in sorted(old.opaque - new.opaque):
-        yield _item("op", "vanished", f"opaque op {op}")
     yield from _ops(old.ops, new.ops)
     yield from _edges(old, new)
     yield from _kernels(old.kernels, new.kernels)

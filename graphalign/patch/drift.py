@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from graphalign.errors import BadInputError
@@ -68,8 +69,13 @@ class Drift(Frozen):
         return any(i.moved for i in self.items)
 
 
-def drift(old: Snapshot, new: Snapshot) -> Drift:
+def drift(old: Snapshot, new: Snapshot, inside: Mapping[str, str] | None = None) -> Drift:
     """Compare two snapshots of one kind, or a spec with the sites made anew.
+
+    Args:
+        old: from before.
+        new: from after.
+        inside: what rules declare about the inside of opaque ops, by op.
 
     Raises:
         BadInputError: they are of different kinds, models, targets or regimes.
@@ -78,6 +84,8 @@ def drift(old: Snapshot, new: Snapshot) -> Drift:
     items: list[Item] = []
     verdict: Verdict = "none"
     reasons: list[str] = []
+    if old.kind == new.kind:
+        items += changes.opaque(old, new, inside or {})
     if old.kind in ("spec", "sites"):
         verdict, reasons = judge(old, new)
         items += changes.sites(old, new)

@@ -60,6 +60,8 @@ class Snapshot:
     """(bucket, what, where without line numbers) to entries: everything that is neither a site nor in agreement."""
     ops: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     """(side, target, module pattern) to the number of ops."""
+    opaque: frozenset[str] = frozenset()
+    """Ops of the inference side that cannot be seen into."""
     structure: census.Census | None = None
     sources: dict[str, str] = field(default_factory=dict)
 
@@ -125,6 +127,8 @@ def of_report(report: Report, path: str = "sites.json") -> Snapshot:
     for n in report.nodes:
         if n.status != "source":
             out.ops[n.side, n.target, census.module_of(n.where)] += 1
+    # an anchor that a rule describes is called by the rule's kind: gemm, attention, composite
+    out.opaque = frozenset(n.target for n in report.nodes if n.side == "inference" and n.status == "anchor" and "." in n.target)
     return out
 
 
@@ -144,7 +148,7 @@ def _add_site(out: Snapshot, site: Site, group: str, targets: dict[str, str]) ->
 def of_inference(graph: InferenceGraph, path: str, rules: Path) -> Snapshot:
     """The structure of an inference capture."""
     h, found = graph.header, census.of_inference(graph, rules)
-    return Snapshot("inference", path, h.versions, h.target, {}, h.model, h.compile, h.simulated, structure=found)
+    return Snapshot("inference", path, h.versions, h.target, {}, h.model, h.compile, h.simulated, opaque=found.opaque, structure=found)
 
 
 def of_training(graph: TrainingGraph, path: str) -> Snapshot:

@@ -22,6 +22,9 @@ MAX_BYTES = 16 << 20
 """Largest spec accepted."""
 
 
+Format = Literal["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"]
+
+
 class Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -48,7 +51,7 @@ class Edit(Frozen):
 
     kind: Literal["keep", "round"]
     """`keep`: the consumer reads the value unrounded. `round`: it reads it rounded to `format`."""
-    format: str
+    format: Format
     """The format that training rounds to (keep) or must round to (round)."""
     producer: Key
     consumer: Key

@@ -19,6 +19,18 @@ ROUNDED, UNROUNDED, ODD = "#c2410c", "#0369a1", "#a16207"
 """Vermillion, blue, and mustard for what is no site but not in order either; dark enough for white text and for thin lines."""
 INK, SOFT, BAR = "#1f2933", "#5b6875", "#3b4754"
 FONT = "Helvetica,Arial,sans-serif"
+LEGEND = "     ".join(
+    f"<FONT POINT-SIZE='9' COLOR='{color}'>{words}</FONT>"
+    for color, words in (
+        (ROUNDED, "◆━━ rounded where it starts"),
+        (UNROUNDED, "╍╍╍ not rounded: read in FP32"),
+        (SOFT, "named stop: a site, filled where rounded"),
+        (SOFT, "solid bar: not compared inside"),
+        (SOFT, "box: region"),
+        (SOFT, "frame: one kernel"),
+    )
+)
+_BREAK = "<BR ALIGN='LEFT'/>"
 SIDES = {"t": "training: eager Transformers", "i": "inference: vLLM's compiled engine"}
 
 
@@ -33,7 +45,9 @@ class Sketch:
     """Id in the SVG to the ids that hold the same value."""
 
 
-def sketch(panel: Panel, *, title: str = "", prefix: str = "g", evidence: dict[str, str] | None = None, legend: bool = True, aligned: bool = True) -> Sketch:
+def sketch(
+    panel: Panel, *, title: str = "", prefix: str = "g", evidence: dict[str, str] | None = None, legend: bool = True, aligned: bool = True
+) -> Sketch:
     """Draw a panel.
 
     Args:
@@ -55,17 +69,41 @@ class _Sketcher:
         self.rows: dict[str, list[str]] = defaultdict(list)
 
     def run(self, title: str, legend: bool, aligned: bool) -> Sketch:
-        g = graphviz.Digraph("graphalign", graph_attr={
-            "rankdir": "TB", "newrank": "true", "fontname": FONT, "fontsize": "13", "fontcolor": INK, "ranksep": "0.28", "nodesep": "0.22",
-            "labelloc": "t", "labeljust": "l", "pad": "0.2", "bgcolor": "transparent", "compound": "true", "tooltip": " ",
-        }, node_attr={"fontname": FONT, "fontsize": "10.5", "fontcolor": INK, "color": SOFT, "margin": "0.1,0.05", "height": "0.3"},
-           edge_attr={"fontname": FONT, "fontsize": "9", "arrowsize": "0.6"})  # fmt: skip
-        if title:
-            g.attr(label=f"<<FONT POINT-SIZE='14'><B>{_text(title)}</B></FONT><BR ALIGN='LEFT'/>>")
+        g = graphviz.Digraph(
+            "graphalign",
+            graph_attr={
+                "rankdir": "TB",
+                "newrank": "true",
+                "fontname": FONT,
+                "fontsize": "13",
+                "fontcolor": INK,
+                "ranksep": "0.28",
+                "nodesep": "0.16",
+                "labelloc": "t",
+                "labeljust": "l",
+                "pad": "0.2",
+                "bgcolor": "transparent",
+                "compound": "true",
+                "tooltip": " ",
+            },
+            node_attr={"fontname": FONT, "fontsize": "10.5", "fontcolor": INK, "color": SOFT, "margin": "0.1,0.05", "height": "0.3"},
+            edge_attr={"fontname": FONT, "fontsize": "9", "arrowsize": "0.6"},
+        )
+        heading = f"<FONT POINT-SIZE='14'><B>{_text(title)}</B></FONT><BR ALIGN='LEFT'/>" if title else ""
+        g.attr(label=f"<{heading}{LEGEND + _BREAK if legend else ''}>" if heading or legend else "")
         drawn = self._pills()
         for side in "ti":
             with g.subgraph(name=f"cluster_{side}") as c:
-                c.attr(label=f"<<B>{SIDES[side]}</B>>", style="rounded", color="#94a3b8", bgcolor="transparent", margin="12", fontsize="12", tooltip=" ", **{"class": "side"})
+                c.attr(
+                    label=f"<<B>{SIDES[side]}</B>>",
+                    style="rounded",
+                    color="#94a3b8",
+                    bgcolor="transparent",
+                    margin="10",
+                    fontsize="12",
+                    tooltip=" ",
+                    **{"class": "side"},
+                )
                 c.node(f"head_{side}", label="", shape="point", width="0.01", style="invis")
                 self._side(c, side, drawn)
         g.edge("head_t", "head_i", style="invis", constraint="false")
@@ -76,10 +114,6 @@ class _Sketcher:
             row.node("head_i")
         if aligned:
             self._align(g)
-        if legend:
-            g.node("legend", label=_legend(), shape="plaintext", margin="0", tooltip=" ", **{"class": "legend"})
-            for v in self.panel.vertices:
-                g.edge(v.id, "legend", style="invis")
         self.out.source = g.source
         return self.out
 
@@ -90,17 +124,40 @@ class _Sketcher:
         frames: dict[tuple[int, str], dict[int | None, list[Vertex]]] = defaultdict(lambda: defaultdict(list))
         for v in self.panel.vertices:
             if v.id[0] == side:
-                frames[v.launch if v.kernel else 0, v.kernel][v.box].append(v)
+                at = self._home(v)
+                frames[at.launch if at.kernel else 0, at.kernel][at.box].append(v)
         for n, ((_, kernel), boxes) in enumerate(frames.items()):
             if not kernel:
                 self._boxes(g, f"{side}{n}", boxes, drawn)
                 continue
             with g.subgraph(name=f"cluster_{side}{n}") as frame:
-                frame.attr(label=f"<<FONT POINT-SIZE='9'>kernel {_text(kernel_name(kernel))}</FONT>>", style="solid", color=SOFT, penwidth="1.6",
-                           bgcolor="transparent", margin="9", labelloc="b", labeljust="r", fontcolor=SOFT, tooltip=_plain(kernel), **{"class": "kernel"})  # fmt: skip
-                self._boxes(frame, f"{side}{n}", boxes, drawn)
+                frame.attr(
+                    label=f"<<FONT POINT-SIZE='9'>kernel {_text(kernel_name(kernel))}</FONT>>",
+                    style="solid",
+                    color=SOFT,
+                    penwidth="1.6",
+                    bgcolor="transparent",
+                    margin="9",
+                    labelloc="b",
+                    labeljust="r",
+                    fontcolor=SOFT,
+                    tooltip=_plain(kernel),
+                    **{"class": "kernel"},
+                )
+                self._boxes(frame, f"kernel_{side}{n}", boxes, drawn)
+
+    def _home(self, v: Vertex) -> Vertex:
+        """Whose frame and box a vertex is drawn in: a parameter stands beside its only reader."""
+        readers = {a.head for a in self.panel.arrows if a.tail == v.id}
+        return self.by_id[readers.pop()] if v.kind == "parameter" and len(readers) == 1 else v
 
     def _boxes(self, g: graphviz.Digraph, name: str, boxes: dict[int | None, list[Vertex]], drawn: list[tuple[str, Arrow]]) -> None:
+        here = {v.id for vertices in boxes.values() for v in vertices}
+        split = {v.id: box for box, vertices in boxes.items() for v in vertices}
+        for pill, a in drawn:
+            if "kernel" in name and a.tail in here and a.head in here and (split[a.tail] != split[a.head] or split[a.tail] is None):
+                self._pill(g, pill, a)
+                self.placed.add(pill)
         for box, vertices in boxes.items():
             if box is None:
                 for v in vertices:
@@ -108,20 +165,38 @@ class _Sketcher:
                 continue
             with g.subgraph(name=f"cluster_{name}_{box}") as c:
                 title = shorten(self.panel.boxes[box], 44)
-                c.attr(label=f"<<FONT POINT-SIZE='9.5'>region {_text(title)}</FONT>>", style="rounded,filled", color="#cbd5e1", fillcolor="#f4f6f8", margin="9",
-                       labelloc="t", labeljust="l", fontcolor=SOFT, tooltip=_plain(self.panel.boxes[box]), **{"class": "region"})  # fmt: skip
+                c.attr(
+                    label=f"<<FONT POINT-SIZE='9.5'>region {_text(title)}</FONT>>",
+                    style="rounded,filled",
+                    color="#cbd5e1",
+                    fillcolor="#f4f6f8",
+                    margin="9",
+                    labelloc="t",
+                    labeljust="l",
+                    fontcolor=SOFT,
+                    tooltip=_plain(self.panel.boxes[box]),
+                    **{"class": "region"},
+                )
                 inside = {v.id for v in vertices}
                 for v in vertices:
                     self._vertex(c, v)
                 for pill, a in drawn:
-                    if a.tail in inside and a.head in inside:
+                    if a.tail in inside and a.head in inside and pill not in self.placed:
                         self._pill(c, pill, a)
                         self.placed.add(pill)
 
     def _vertex(self, g: graphviz.Digraph, v: Vertex) -> None:
         attributes: dict[str, str] = {"shape": "box", "style": "rounded,filled", "fillcolor": "#ffffff"}
         if v.kind in ("gemm", "attention", "anchor"):
-            attributes = {"shape": "box", "style": "filled", "fillcolor": BAR, "color": BAR, "fontcolor": "#ffffff", "width": "1.9", "height": "0.26"}
+            attributes = {
+                "shape": "box",
+                "style": "filled",
+                "fillcolor": BAR,
+                "color": BAR,
+                "fontcolor": "#ffffff",
+                "width": "1.4",
+                "height": "0.26",
+            }
         elif v.kind in ("parameter", "table", "input"):
             attributes = {"shape": "box", "style": "filled", "fillcolor": "#e8edf2", "color": "#e8edf2", "height": "0.22"}
         elif v.kind == "steps":
@@ -136,13 +211,15 @@ class _Sketcher:
     def _label(self, v: Vertex) -> str:
         if v.kind in ("gemm", "attention", "anchor", "parameter", "table", "input"):
             word = {"gemm": "GEMM ", "attention": "attention "}.get(v.kind, "")
-            return f"<{_text(word + shorten(v.label, 40))}>"
+            lines = wrap(word + v.label, 40) if word else wrap(v.label.replace(".", ". "), 24)
+            lines = [x.replace(". ", ".") for x in lines]
+            return f"<<FONT POINT-SIZE='{10.5 if word else 9}'>{'<BR/>'.join(_text(x) for x in lines)}</FONT>>"
         times = f" ×{v.count}" if v.count > 1 else ""
         if v.kind == "steps":
             lines = wrap(v.op, 34)
             small = f"{v.count} engine ops" if v.id[0] == "i" else f"{len(v.op.split(' → '))} steps"
         else:
-            lines = wrap(v.label or v.op, 34)
+            lines = wrap(v.label or v.op, 30)
             other = self._other_layer(v)
             small = f"{shorten(v.op, 30)}{times}" + (f" · {shorten(v.place.split('/')[-1], 34)}" if v.place else "") + other
             small = f"residual sum{times}{other}" if v.kind == "sum" else small
@@ -174,9 +251,25 @@ class _Sketcher:
             label = f"<<FONT POINT-SIZE='8.5'>{_text(what)} {_text(formats(a.roundings))}</FONT>>"
         ident = f"{self.prefix}_{name}"
         self.out.hover[ident] = "\n".join(self.evidence.get(s, s) for s in a.sites) or self._edge_hover(a)
-        g.node(name, label=label, id=ident, shape="box", style="filled" + ("" if a.roundings else ",dashed") + ",rounded", color=color, penwidth="1.8" if self._own(a) else "1",
-               fillcolor=color if filled else "#ffffff", fontcolor="#ffffff" if filled else color, height="0.2", margin="0.07,0.02", fontsize="10",
-               tooltip=_plain(self.out.hover[ident]), **{"class": f"pill {'own' if self._own(a) else 'other'} {'rounded' if a.roundings else 'unrounded'} " + " ".join(_class(s) for s in a.sites)})  # fmt: skip
+        g.node(
+            name,
+            label=label,
+            id=ident,
+            shape="box",
+            style="filled" + ("" if a.roundings else ",dashed") + ",rounded",
+            color=color,
+            penwidth="1.8" if self._own(a) else "1",
+            fillcolor=color if filled else "#ffffff",
+            fontcolor="#ffffff" if filled else color,
+            height="0.24",
+            margin="0.08,0.04",
+            fontsize="10",
+            tooltip=_plain(self.out.hover[ident]),
+            **{
+                "class": f"pill {'own' if self._own(a) else 'other'} {'rounded' if a.roundings else 'unrounded'} "
+                + " ".join(_class(s) for s in a.sites)
+            },
+        )
         for s in a.sites:
             self.rows[s].append(name)
 
@@ -198,7 +291,17 @@ class _Sketcher:
                 with g.subgraph(name=f"cluster_{a.tail[0]}") as c:
                     self._pill(c, pill, a)
             self.out.hover[name + "b"] = self.out.hover[name]
-            g.edge(a.tail, pill, id=name, color=UNROUNDED, style="dashed", penwidth=heavy, arrowhead="none", **common, **{"class": "flow unrounded"})
+            g.edge(
+                a.tail,
+                pill,
+                id=name,
+                color=UNROUNDED,
+                style="dashed",
+                penwidth=heavy,
+                arrowhead="none",
+                **common,
+                **{"class": "flow unrounded"},
+            )
             g.edge(pill, a.head, id=name + "b", penwidth=heavy, **common, **line, **{"class": f"flow {kind}"})
 
     def _edge_hover(self, a: Arrow) -> str:
@@ -252,17 +355,6 @@ def caption(panel: Panel) -> str:
     return f"{group}: layer {panel.layer}{others}"
 
 
-def _legend() -> str:
-    cell = "<TD ALIGN='LEFT'><FONT POINT-SIZE='9' COLOR='{}'>{}</FONT></TD>"
-    parts = [
-        (ROUNDED, "<B>◆━━</B> rounded here, on its way to the reader"),
-        (UNROUNDED, "<B>╍╍╍</B> not rounded: the reader gets FP32"),
-        (INK, "named stop: a site; filled = rounded, hollow = not"),
-        (SOFT, "dark bar: not compared inside · box: region · frame: one kernel"),
-    ]
-    return "<<TABLE BORDER='0' CELLSPACING='2'><TR>" + "".join(cell.format(c, t) for c, t in parts) + "</TR></TABLE>>"
-
-
 def _text(text: str) -> str:
     """Escaped for an HTML-like label."""
     return html.escape(clean(text), quote=True)
@@ -270,7 +362,7 @@ def _text(text: str) -> str:
 
 def _plain(text: str) -> str:
     """Escaped for any other attribute."""
-    return graphviz.escape(text)
+    return str(graphviz.escape(text))
 
 
 def _class(site: str) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import xml.etree.ElementTree as ET
+from collections.abc import Iterator
+from pathlib import Path
 
 import graphviz
 
@@ -11,18 +13,47 @@ from graphalign.errors import GraphalignError
 from graphalign.render.diagram import Sketch
 
 GET_GRAPHVIZ = "Graphviz's `dot` is not installed: apt-get install graphviz (Debian, Ubuntu), brew install graphviz (macOS), or https://graphviz.org/download"
-SECONDS = 60
 SVG = "http://www.w3.org/2000/svg"
 TAGS = {"svg", "g", "path", "polygon", "polyline", "ellipse", "text", "title"}
-ATTRIBUTES = {"id", "class", "d", "points", "cx", "cy", "rx", "ry", "x", "y", "fill", "stroke", "stroke-width", "stroke-dasharray", "fill-opacity", "stroke-opacity",
-              "text-anchor", "font-family", "font-size", "font-weight", "font-style", "transform", "viewBox", "width", "height"}  # fmt: skip
+ATTRIBUTES = {
+    "id",
+    "class",
+    "d",
+    "points",
+    "cx",
+    "cy",
+    "rx",
+    "ry",
+    "x",
+    "y",
+    "fill",
+    "stroke",
+    "stroke-width",
+    "stroke-dasharray",
+    "fill-opacity",
+    "stroke-opacity",
+    "text-anchor",
+    "font-family",
+    "font-size",
+    "font-weight",
+    "font-style",
+    "transform",
+    "viewBox",
+    "width",
+    "height",
+}
 
 
 class NoGraphvizError(GraphalignError):
-    """`dot` is missing."""
+    """`dot` is missing.
 
-    def __init__(self) -> None:
-        super().__init__(GET_GRAPHVIZ, hint="the .dot file can be drawn elsewhere: dot -Tsvg diff.dot -o diff.svg")
+    Args:
+        written: the file with Graphviz source that was written instead.
+    """
+
+    def __init__(self, written: Path | None = None) -> None:
+        hint = f"{written} was written instead; with Graphviz: dot -Tsvg {written} -o {written.with_suffix('.svg')}" if written else ""
+        super().__init__(GET_GRAPHVIZ, hint=hint)
 
 
 def draw_svg(sketch: Sketch) -> ET.Element:
@@ -37,7 +68,11 @@ def draw_svg(sketch: Sketch) -> ET.Element:
     except graphviz.ExecutableNotFound:
         raise NoGraphvizError from None
     except subprocess.CalledProcessError as e:
-        raise GraphalignError("Graphviz could not draw the diagram", where=(e.stderr or b"").decode(errors="replace")[:400], hint="write a .dot file and look at it") from None
+        raise GraphalignError(
+            "Graphviz could not draw the diagram",
+            where=(e.stderr or b"").decode(errors="replace")[:400],
+            hint="write a .dot file and look at it",
+        ) from None
     root = ET.fromstring(raw)
     return _clean(root, sketch)
 
@@ -63,14 +98,21 @@ def _copy(element: ET.Element) -> ET.Element:
     tag = element.tag.rpartition("}")[2]
     out = ET.Element(f"{{{SVG}}}{tag}", {k: v for k, v in element.attrib.items() if k in ATTRIBUTES})
     out.text, out.tail = element.text, element.tail
-    for child in element:
-        name = child.tag.rpartition("}")[2] if isinstance(child.tag, str) else ""
-        if name in TAGS:
+    for child in _unwrapped(element):
+        if child.tag.rpartition("}")[2] in TAGS:
             out.append(_copy(child))
-        elif name == "a":
-            out.extend(_copy(x) for x in child if isinstance(x.tag, str) and x.tag.rpartition("}")[2] in TAGS)
-    # Graphviz wraps what has a tooltip in <g id="a_…"><a>: unwrap, so that a node's group holds its shapes
     return out
+
+
+def _unwrapped(element: ET.Element) -> Iterator[ET.Element]:
+    """Children; Graphviz wraps what has a tooltip in `<g id="a_…"><a>`, and a node's group shall hold its shapes itself."""
+    for child in element:
+        if isinstance(child.tag, str):
+            name = child.tag.rpartition("}")[2]
+            if name == "a" or (name == "g" and child.get("id", "").startswith("a_")):
+                yield from _unwrapped(child)
+            else:
+                yield child
 
 
 def to_text(svg: ET.Element) -> str:

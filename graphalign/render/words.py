@@ -67,5 +67,6 @@ def action(site: Site) -> str:
 def headline(report: Report) -> str:
     """Model and versions in one line."""
     m, v = report.model, report.versions
-    engine = f"vLLM {v.get('vllm', '?')}"
-    return clean(f"{m.get('architecture') or m.get('name') or 'model'}: {engine} on {report.target.get('device', '?')} against Transformers {v.get('transformers', '?')}", 300)
+    name = m.get("architecture") or m.get("name") or "model"
+    device = report.target.get("device_name") or report.target.get("device", "?")
+    return clean(f"{name}: vLLM {v.get('vllm', '?')} on {device} against Transformers {v.get('transformers', '?')}", 300)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -68,40 +68,48 @@ def refuse_rounded_input(cls: type, x: torch.Tensor | None, dtype: torch.dtype) 
 
 
 def not_executed(
-    cls: type, unit: nn.Module, edits: Sequence[UnitEdit], executed: Sequence[int], compiled: bool, problems: Sequence[str]
-) -> NoReturn:
-    """Raise for a forward that ran without some of its edits."""
-    hooked = [n or "the module itself" for n, m in unit.named_modules() if m is not unit and (m._forward_hooks or m._forward_pre_hooks)]
-    if hooked and executed and not problems:
-        problems = [f"{_missing(edits, executed)}\nhooks that may have broken the graph: on {', '.join(hooked[:4])}"]
-    raise PatchNotLiveError(
-        f"{cls.__name__} ran {len(executed)} of the {len(edits)} edits of its patch",
-        where=problems[-1] if problems else _missing(edits, executed),
-        hint="remove the forward hooks inside the layer (hooks on the layer itself are fine)"
-        if hooked
-        else _cause(compiled, executed, problems),
-    )
+    cls: type, unit: nn.Module, edits: Sequence[UnitEdit], executed: Sequence[int], problems: Sequence[Exception], near: Mapping[int, str],
+    *, traced: bool, compiled: bool,
+) -> NoReturn:  # fmt: skip
+    """Raise for a forward that ran without some of its edits.
+
+    Args:
+        cls, unit: the stock class, the module.
+        edits, executed: of the patch; ids of those that ran.
+        problems: what the rewriter raised.
+        near: by id of a missing edit, the ops that come nearest.
+        traced: whether a graph from Dynamo ran at all.
+        compiled: whether torch.compile did anything when the patch was applied.
+    """
+    what = f"{cls.__name__} ran {len(executed)} of the {len(edits)} edits of its patch"
+    if problems:
+        raise PatchNotLiveError(what, where=str(problems[-1]), hint="regenerate the patch with `graphalign find`")
+    left = [e for e in edits if e.id not in executed]
+    where = "not executed: " + "; ".join(map(_show, left[:4])) + (f"; and {len(left) - 4} more" if len(left) > 4 else "")
+    hooked = [n for n, m in unit.named_modules() if m is not unit and (m._forward_hooks or m._forward_pre_hooks)]
+    if traced and hooked:
+        raise PatchNotLiveError(
+            what, where=f"{where}\nhooks that may have broken the graph: on {', '.join(hooked[:4])}",
+            hint="remove the forward hooks inside the layer (hooks on the layer itself are fine)",
+        )  # fmt: skip
+    nearest = next((near[e.id] for e in left if near.get(e.id)), "") if traced else ""
+    raise PatchNotLiveError(what, where=where + (f"\nnearest: {nearest}" if nearest else ""), hint=_cause(compiled, traced))
+
+
+def _show(e: UnitEdit) -> str:
+    key = e.consumer or e.producer
+    assert key is not None
+    return f"{e.group}: {key.module or 'the layer'}.{key.op}#{key.ordinal}: {key.text}" + ("" if e.consumer else " (leaves the layer)")
 
 
 def _fail(cls: type, what: str, hint: str) -> NoReturn:
     raise PatchNotLiveError(f"{cls.__name__} would run without its patch: {what}", hint=hint)
 
 
-def _missing(edits: Sequence[UnitEdit], executed: Sequence[int]) -> str:
-    left = [e for e in edits if e.id not in executed]
-    names = [
-        f"{e.group}: {e.consumer.module or 'the layer'}.{e.consumer.op}: {e.consumer.text}" if e.consumer else f"{e.group}: leaves the layer"
-        for e in left
-    ]
-    return "not executed: " + "; ".join(names[:4]) + (f"; and {len(names) - 4} more" if len(names) > 4 else "")
-
-
-def _cause(compiled: bool, executed: Sequence[int], problems: Sequence[str]) -> str:
-    if problems:
-        return "the graph that Dynamo traced does not fit the patch; regenerate it with `graphalign find`"
+def _cause(compiled: bool, traced: bool) -> str:
     if not compiled or os.environ.get("TORCHDYNAMO_DISABLE") == "1":
         return "torch.compile was disabled when the patch was applied: unset TORCHDYNAMO_DISABLE and apply it again"
-    if executed:
+    if traced:
         return (
             "the module no longer runs the code that the patch is for: a submodule, method or kernel was replaced after the patch was made; "
             "undo that, or regenerate the patch with `graphalign find`"

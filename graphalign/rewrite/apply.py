@@ -13,9 +13,11 @@ import torch
 from torch import nn
 
 from graphalign.capture.frames import file_digest, relative_file
-from graphalign.errors import PatchError
+from graphalign.capture.training import config_digest
+from graphalign.errors import PatchError, PatchNotLiveError
 from graphalign.patch.spec import PatchSpec, load
 from graphalign.rewrite.live import ORIGINAL, patched_class, root_class
+from graphalign.rewrite.trial import run_trial
 from graphalign.rewrite.units import UnitEdit, edits_by_unit, find_units
 
 log = logging.getLogger("graphalign")
@@ -50,7 +52,7 @@ class Patched:
         self.undo()
 
 
-def apply(model: nn.Module, spec: PatchSpec | str | Path, *, allow_stale: bool = False) -> Patched:
+def apply(model: nn.Module, spec: PatchSpec | str | Path, *, allow_stale: bool = False, trial: bool = True) -> Patched:
     """Make the training model round where inference rounds.
 
     Parameters, state dict, hooks and module identities stay as they are: only the classes of the layers change.
@@ -59,7 +61,10 @@ def apply(model: nn.Module, spec: PatchSpec | str | Path, *, allow_stale: bool =
     Args:
         model: any module that contains the layers (a wrapped or adapted model, a bare backbone).
         spec: the patch, or the path of its file.
-        allow_stale: apply although modeling files or versions differ from those the spec was made with. Edits still must match.
+        allow_stale: apply although modeling files, the config or the attention implementation differ from those the spec was made
+            with. Edits still must match.
+        trial: run two tokens through the layers now, without gradients, so that an edit that matches no op is refused here with
+            nothing changed. Without it, or for a model that does not take `input_ids`, its first forward raises.
 
     Returns:
         A handle with `undo()`, also a context manager.
@@ -96,11 +101,18 @@ def apply(model: nn.Module, spec: PatchSpec | str | Path, *, allow_stale: bool =
         swapped.append((root, type(root), root_class(type(root), len(units), inside)))
     for module, _, new in swapped:
         module.__class__ = new
+    handle = Patched(model, spec, swapped)
+    if trial and root is not None:
+        try:
+            run_trial(root, spec.regime)
+        except (PatchError, PatchNotLiveError) as e:
+            handle.undo()
+            raise PatchError(f"the patch was not applied: {e.what}", where=e.where, hint=e.hint) from None
     for group, n in sorted(Counter(e.group for es in edits.values() for e in es if e.consumer is not None).items()):
         log.info("graphalign: %s: %d edges patched", group, n)
     if spec.simulated:
         log.warning("graphalign: this patch comes from a simulated target; it has not been compared with a real device")
-    return Patched(model, spec, swapped)
+    return handle
 
 
 def _root(model: nn.Module, units: list[nn.Module]) -> tuple[str, nn.Module | None]:
@@ -145,12 +157,9 @@ def _refuse_stale(model: nn.Module, units: dict[str, nn.Module], spec: PatchSpec
         )
     if differ:
         problems.append(
-            f"{', '.join(differ)} differs from the file that the patch was made with (transformers {spec.versions.get('transformers', '?')})"
+            f"{', '.join(sorted(differ))}: not the code that the patch was made with (transformers {spec.versions.get('transformers', '?')})"
         )
-    config = getattr(model, "config", None)
-    layers = getattr(config, "num_hidden_layers", None)
-    if layers is not None and spec.model.get("layers") not in (None, layers):
-        problems.append(f"the model has {layers} layers, the patch is for {spec.model['layers']}")
+    problems += _other_model(model, spec)
     if not problems:
         return
     if absent or not allow:
@@ -161,6 +170,25 @@ def _refuse_stale(model: nn.Module, units: dict[str, nn.Module], spec: PatchSpec
         )
     for p in problems:
         log.warning("graphalign: stale patch applied: %s", p)
+
+
+def _other_model(model: nn.Module, spec: PatchSpec) -> list[str]:
+    """How the model's config differs from the one that the spec was made with, as far as the spec tells."""
+    config: Any = next((c for m in model.modules() if (c := getattr(m, "config", None)) is not None), None)
+    if config is None:
+        return []
+    problems = []
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    layers, wanted = getattr(text, "num_hidden_layers", None), spec.model.get("layers")
+    if layers is not None and wanted not in (None, layers):
+        problems.append(f"the model has {layers} layers, the patch is for {wanted}")
+    digest = spec.model.get("config_digest")
+    if digest and digest != config_digest(config):
+        problems.append("the model's config is not the one that the patch was made with")
+    attention, wanted = getattr(config, "_attn_implementation", None), spec.regime.get("attention")
+    if attention and wanted and attention != wanted:
+        problems.append(f"the model runs {attention} attention, the patch is for {wanted}")
+    return problems
 
 
 def _check_regime(name: str, unit: nn.Module, spec: PatchSpec) -> torch.dtype:

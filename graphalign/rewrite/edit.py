@@ -34,6 +34,8 @@ class Rewritten:
     done: list[UnitEdit] = field(default_factory=list)
     missing: list[UnitEdit] = field(default_factory=list)
     """Edits whose ops are not in this graph (another graph of the same forward may have them)."""
+    near: dict[int, str] = field(default_factory=dict)
+    """By id of a missing edit: the ops of this graph that come nearest."""
 
 
 def rewrite(gm: fx.GraphModule, unit: nn.Module, edits: Sequence[UnitEdit]) -> Rewritten:
@@ -81,6 +83,7 @@ class _Rewriter:
         node = self.by_key.get(OpKey(key.module, key.function, key.op, key.ordinal))
         if node is None:
             self.out.missing.append(edit)
+            self.out.near[edit.id] = self._nearest(key)
             return
         self._agree(node, key)
         if edit.consumer is None:
@@ -104,15 +107,25 @@ class _Rewriter:
         """The node's source line must contain the expression's first words: a second witness against a wrong ordinal."""
         line, text = "".join(self.info[node].text.split()), "".join(key.text.split())
         if line and text and text not in line and line not in text and not _overlap(line, text):
-            near = [
-                f"{k.op}#{k.ordinal} {i.text}" for n, i in self.info.items() for k in i.ops if k.op == key.op and k.module == key.module
-            ][:4]
             raise PatchError(
                 f"the op that the patch names is another expression here: {key.text!r}", where=f"{_show(key)} runs {self.info[node].text!r}",
-                hint="nearest: " + "; ".join(near) if near else "",
+                hint="nearest: " + near if (near := self._nearest(key)) else "",
             )  # fmt: skip
         if self.info[node].compute is None and key.op not in {k.op for k in self.info[node].ops}:
             raise PatchError(f"{_show(key)} is part of a larger op here and cannot be edited", where=self._at(node))
+
+    def _nearest(self, key: Key) -> str:
+        """The ops that a key may have meant: of the same kind and function first."""
+        ops = [(k, i.text) for i in self.info.values() for k in i.ops]
+        for alike in (
+            lambda k: (k.module, k.op) == (key.module, key.op),
+            lambda k: (k.function, k.op) == (key.function, key.op),
+            lambda k: k.module == key.module,
+            lambda k: k.op == key.op,
+        ):
+            if found := [f"{k.module or 'the layer'}.{k.op}#{k.ordinal} {text}" for k, text in ops if alike(k)]:
+                return "; ".join(found[:4])
+        return ""
 
     def _check_producer(self, node: fx.Node, operand: fx.Node, edit: UnitEdit) -> None:
         found = self._producers(operand)
@@ -127,7 +140,7 @@ class _Rewriter:
             return
         wanted = OpKey(edit.producer.module, edit.producer.function, edit.producer.op, edit.producer.ordinal)
         if not any(wanted in self.info[n].ops for n in found if n in self.info):
-            names = [str(k) for n in found for k in self.info[n].ops[:1]]
+            names = [f"{k.module or 'the layer'}.{k.op}#{k.ordinal} in {k.function}" for n in found for k in self.info[n].ops[:1]]
             raise PatchError(
                 f"operand {edit.operand} of {_show(edit.consumer)} is not computed by {_show(edit.producer)} here",
                 where=self._at(node), hint=f"it is computed by: {', '.join(names) or 'an input'}",

@@ -31,6 +31,8 @@ class _Running(threading.local):
     unit: Any = None
     edits: list[int]
     """Edits executed by the unit's forward."""
+    graphs: int = 0
+    """Rewritten graphs run, ever."""
     entered: int = 0
     """Patched forwards entered, ever."""
     units: set[int] | None = None
@@ -60,7 +62,8 @@ def patched_class(cls: type[nn.Module], edits: Sequence[UnitEdit], dtype: torch.
     expected = sorted(e.id for e in edits)
     carried = any(e.consumer is not None and e.producer is None and e.kind == "keep" for e in edits)
     names = list(inspect.signature(cls.forward).parameters)[1:]
-    problems: list[str] = []
+    problems: list[PatchError] = []
+    near: dict[int, str] = {}
 
     def backend(gm: torch.fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
         if _RUN.unit is None:
@@ -68,13 +71,16 @@ def patched_class(cls: type[nn.Module], edits: Sequence[UnitEdit], dtype: torch.
         try:
             if carried:
                 _mark_entry(gm)
-            done = [e.id for e in rewrite(gm, _RUN.unit, edits).done]
+            result = rewrite(gm, _RUN.unit, edits)
         except Exception as e:
-            problems.append(str(e))
-            raise
+            problems.append(e if isinstance(e, PatchError) else PatchError(f"{cls.__name__} could not be rewritten: {type(e).__name__}: {e}"))
+            raise problems[-1] from e
+        done = [e.id for e in result.done]
+        near.update(result.near)
         forward = gm.forward
 
         def run(*args: Any) -> Any:
+            _RUN.graphs += 1
             _RUN.edits += done
             return forward(*args)
 
@@ -114,14 +120,21 @@ def patched_class(cls: type[nn.Module], edits: Sequence[UnitEdit], dtype: torch.
             refuse_rounded_input(cls, x, dtype)
         run = pick(self, args, kwargs)
         _RUN.entered += 1
+        graphs = _RUN.graphs
+        problems.clear()
         outer, _RUN.unit, _RUN.edits = (_RUN.unit, _RUN.edits), self, []
         try:
             result = run(self, *args, **kwargs)
             executed = sorted(_RUN.edits)
+        except torch._dynamo.exc.BackendCompilerFailed:
+            if not problems:
+                raise
+            raise problems[-1] from None  # what failed, where and what to do, without Dynamo's wrapping
         finally:
             _RUN.unit, _RUN.edits = outer
         if executed != expected:
-            not_executed(cls, self, edits, executed, hasattr(run, "_torchdynamo_orig_callable"), problems)
+            compiled = hasattr(run, "_torchdynamo_orig_callable")
+            not_executed(cls, self, edits, executed, problems, near, traced=_RUN.graphs > graphs, compiled=compiled)
         if _RUN.units is not None:
             _RUN.units.add(id(self))
         return result

@@ -49,7 +49,11 @@ def strip(name: str) -> str:
 
 
 def edits_by_unit(spec: PatchSpec) -> dict[str, tuple[UnitEdit, ...]]:
-    """All edits of a spec, by unit; an edge between two units gives each of them its half."""
+    """All edits of a spec, by unit; an edge between two units gives each of them its half.
+
+    Raises:
+        PatchError: two edits claim one operand.
+    """
     out: dict[str, list[UnitEdit]] = defaultdict(list)
     exits: set[tuple[str, Key]] = set()
     number = 0
@@ -66,7 +70,24 @@ def edits_by_unit(spec: PatchSpec) -> dict[str, tuple[UnitEdit, ...]]:
                     exits.add((up, pk))
                     out[up].append(UnitEdit(-1 - len(exits), group.name, "keep", edit.format, None, 0, pk))
                 number += 1
+    for unit, found in out.items():
+        _refuse_two_claims(unit, found)
     return {k: tuple(sorted(v, key=_order)) for k, v in out.items()}
+
+
+def _refuse_two_claims(unit: str, edits: list[UnitEdit]) -> None:
+    claimed: dict[tuple[str, str, str, int, int], UnitEdit] = {}
+    for e in edits:
+        if e.consumer is None:
+            continue
+        c = e.consumer
+        place = (c.module, c.function, c.op, c.ordinal, e.operand)
+        if place in claimed:
+            raise PatchError(
+                f"two edits claim operand {e.operand} of {c.op}#{c.ordinal} in {c.function}",
+                where=f"{unit}.{c.module}".rstrip("."), hint=f"remove one of them: groups {claimed[place].group} and {e.group}",
+            )  # fmt: skip
+        claimed[place] = e
 
 
 def _order(e: UnitEdit) -> tuple[bool, str, str, int, int]:

@@ -71,11 +71,21 @@ def _signature(panel: Panel) -> Any:
     return (
         panel.boxes,
         tuple(
-            (v.id, v.kind, v.label, v.op, relative(v.module) if v.id[0] == "t" else "", v.box, kernels.setdefault(v.launch if v.kernel else 0, len(kernels)), v.count, v.partners)
+            (
+                v.id,
+                v.kind,
+                v.label,
+                v.op,
+                relative(v.module) if v.id[0] == "t" else "",
+                v.box,
+                kernels.setdefault(v.launch if v.kernel else 0, len(kernels)),
+                v.count,
+                v.partners,
+            )
             for v in panel.vertices
         ),
         tuple(sorted((a.tail, a.head, a.roundings, a.sites, a.verdict) for a in panel.arrows)),
-    )  # fmt: skip
+    )
 
 
 def _differs(panel: Panel, first: Panel) -> str:
@@ -115,7 +125,11 @@ def _excerpts(al: Alignment, judged: Judged) -> Iterable[Excerpt]:
         source = dict.fromkeys(" ".join(s.split()) for i in ops if isinstance(s := al.inference.ops[i].source, str) and s)
         consumer = al.inference.ops[path.consumer]
         yield Excerpt(
-            site=site, layer=layer_of(al.training.ops[key[0]].module), kernel=consumer.where or consumer.name, lines=lines, source=tuple(source)[:4]
+            site=site,
+            layer=layer_of(al.training.ops[key[0]].module),
+            kernel=consumer.where or consumer.name,
+            lines=lines,
+            source=tuple(source)[:4],
         )
 
 

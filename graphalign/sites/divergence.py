@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from graphalign.align.align import Alignment
 from graphalign.align.anchors import Difference, downstream
+from graphalign.align.check import Check
 from graphalign.align.edges import Comparison
 from graphalign.evaluate.aten import MATMULS, base
 from graphalign.ir.dataflow import Op
+
+MISPLACED = 0.01
+"""Share of an operand's elements that must be far from the engine's."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,44 @@ def find_partings(al: Alignment, comparison: Comparison, differences: list[Diffe
         unfolded: modules that the engine runs as one op and that are no anchor on the training side, with the reason.
     """
     return _Finder(al, comparison, unfolded).run(differences)
+
+
+def explained(al: Alignment, key: tuple[int, int], bad: set[tuple[int, int]]) -> bool:
+    """Whether one of the edges `bad` is above an anchor's operand, within its region."""
+    seen: set[int] = set()
+    todo = [key]
+    while todo:
+        consumer, slot = todo.pop()
+        if (consumer, slot) in bad:
+            return True
+        for ref in al.training.ops[consumer].operands[slot]:
+            p = al.training.ops[ref.producer]
+            if p.kind == "op" and p.id not in seen:
+                seen.add(p.id)
+                todo += [(p.id, s) for s in range(len(p.operands))]
+    return False
+
+
+def find_misplaced(al: Alignment, result: Check, found: Divergence, explained: Callable[[tuple[int, int]], bool]) -> Divergence:
+    """Operands that hold the engine's elements, but with other signs or in another order; the value join is blind to both.
+
+    Args:
+        al: the alignment.
+        result: the check, which is not blind.
+        found: what was found before.
+        explained: whether an entry of its own explains why an operand differs.
+    """
+    wrong = [
+        k for k, share in result.far.items() if share > MISPLACED and k not in al.parted and k[0] not in found.behind and not explained(k)
+    ]
+    if not wrong:
+        return found
+    t, region = al.training, al.regions.region
+    regions = {region[r.producer] for op, slot in wrong for r in t.ops[op].operands[slot] if r.producer in region}
+    why = "operand {}: its elements are the engine's, but {:.0%} of them with another sign or in another place"
+    partings = [Parting(t.ops[op], t.ops[op].target, why.format(slot, result.far[op, slot])) for op, slot in wrong]
+    behind = found.behind | {i for i, r in region.items() if r in regions} | {op for op, _ in wrong}
+    return replace(found, semantic=(*found.semantic, *partings), behind=frozenset(behind))
 
 
 class _Finder:

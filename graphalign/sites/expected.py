@@ -30,6 +30,8 @@ class Expected(BaseModel):
     simulated: bool = False
     layer: Counts
     """Sites per group in every layer."""
+    kinds: tuple[Counts, ...] = ()
+    """Where layers come in turns, what differs in each kind of layer; layer n is of kind n modulo their number."""
     first: Counts = Field(default_factory=dict)
     """Where layer 0 differs, its counts."""
     last: Counts = Field(default_factory=dict)
@@ -41,7 +43,8 @@ class Expected(BaseModel):
         """Expected counts of one layer, or of what is outside the layers."""
         if layer is None:
             return self.outside
-        counts = {**self.layer, **(self.first if layer == 0 else {}), **(self.last if layer == layers - 1 else {})}
+        kind = self.kinds[layer % len(self.kinds)] if self.kinds else {}
+        counts = {**self.layer, **kind, **(self.first if layer == 0 else {}), **(self.last if layer == layers - 1 else {})}
         return {k: n for k, n in counts.items() if n}
 
 
@@ -56,7 +59,9 @@ def load_expected(rules: Path) -> list[Expected]:
         try:
             items = [Expected.model_validate(x) for x in yaml.safe_load(path.read_text()) or []]
         except (yaml.YAMLError, ValidationError, TypeError, OSError) as e:
-            raise BadInputError(f"bad rule file expected/{path.name}", where=str(e)[:400], hint="see CONTRIBUTING.md for its form") from None
+            raise BadInputError(
+                f"bad rule file expected/{path.name}", where=str(e)[:400], hint="see CONTRIBUTING.md for its form"
+            ) from None
         for item in items:
             if any(_about(item) == _about(x) for x in found):
                 raise BadInputError(f"{item.architecture} on {item.device} is counted twice in rules/expected", where=path.name)
@@ -102,7 +107,9 @@ def compare_counts(expected: Expected, report: Report) -> list[str]:
 
 def _places(at: list[int | None]) -> str:
     numbers = tuple(n for n in at if n is not None)
-    words = ([f"layer{'s' if len(numbers) > 1 else ''} {ranges(numbers)}"] if numbers else []) + (["outside the layers"] if None in at else [])
+    words = ([f"layer{'s' if len(numbers) > 1 else ''} {ranges(numbers)}"] if numbers else []) + (
+        ["outside the layers"] if None in at else []
+    )
     return " and ".join(words)
 
 
@@ -111,9 +118,11 @@ def verdict(report: Report, rules: Path) -> str:
     architecture, device = report.model.get("architecture"), report.target.get("device")
     expected = find_expected(load_expected(rules), report)
     if expected is None:
-        return f"no expected counts for {architecture} on {device} in this regime: rules/expected can hold them (CONTRIBUTING.md)"
+        return f"no expected counts for {architecture} on {device} in this regime; rules/expected can hold them (see CONTRIBUTING.md)"
     wrong = compare_counts(expected, report)
     if not wrong:
         return f"as many sites as expected for {architecture} on {device}"
     lines = "".join(f"\n  {w}" for w in wrong)
-    return f"not the sites expected for {architecture} on {device}:{lines}\n  `graphalign drift` against an older sites.json says what moved"
+    return (
+        f"not the sites expected for {architecture} on {device}:{lines}\n  `graphalign drift` against an older sites.json says what moved"
+    )

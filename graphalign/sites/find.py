@@ -18,7 +18,7 @@ from graphalign.ir.inference import InferenceGraph
 from graphalign.ir.training import TrainingGraph
 from graphalign.rules import rules_dir
 from graphalign.sites.diagram_data import draw
-from graphalign.sites.divergence import Divergence, Parting, find_partings, label
+from graphalign.sites.divergence import Divergence, Parting, explained, find_misplaced, find_partings, label
 from graphalign.sites.ends import Ends, layer_of, pattern_of
 from graphalign.sites.groups import Namer, load_group_rules
 from graphalign.sites.report import Entry, Evidence, Group, NodeStatus, Report, Site
@@ -54,6 +54,9 @@ def diff(inference: InferenceGraph, training: TrainingGraph, *, rules: Path | No
     result = check(pair, [_edit(f) for f in proposed])
     exact = {at for at, c in result.confirmations.items() if c.exact}
     comparison.findings = [_harmless(f) if (f.consumer, f.slot) in exact else f for f in comparison.findings]
+    unjudged = {(f.consumer, f.slot) for f in comparison.findings if f.verdict not in ("agree", "keep", "round")}
+    divergence = find_misplaced(al, result, divergence, lambda key: explained(al, key, unjudged))
+    comparison.findings = [_withdrawn(f) if f.consumer in divergence.behind else f for f in comparison.findings]
     checked = time.perf_counter()
     report = _Builder(pair, al, comparison, result, Namer(al, load_group_rules(folder)), divergence).build(
         {"align": aligned - started, "compare": compared - aligned, "check": checked - compared}
@@ -104,7 +107,8 @@ class _Builder:
         return Report(
             target={**header.target, "simulated": header.simulated},
             regime=self.training.header.regime,
-            versions={**self.training.header.versions, **header.versions},
+            # the engine's environment may have another Transformers than the trainer's, which is the one that is patched
+            versions={**header.versions, **self.training.header.versions, **{k: v for k, v in header.versions.items() if k != "transformers"}},
             model={
                 **self.training.header.model,
                 "engine_config_digest": header.model.get("config_digest"),
@@ -250,7 +254,7 @@ class _Builder:
         bad |= {(f.consumer, f.slot) for f, _ in self.refused}
         out = []
         for key, share in self.check.patched.items():
-            if share < EXACT and key not in parted and not self._explained(key, bad):
+            if share < EXACT and key not in parted and key[0] not in self.divergence.behind and not explained(self.al, key, bad):
                 op = self.t.ops[key[0]]
                 out.append(Entry(side="both", what=f"operand {key[1]} of {op.target}", where=self._where("training", op), names=(op.name,), layers=_layers([op]),
                                  reason=f"with all sites applied {1 - share:.2%} of its elements still differ from the engine's"))  # fmt: skip
@@ -311,21 +315,6 @@ class _Builder:
             )
             for (what, where), same in grouped.items()
         )
-
-    def _explained(self, key: tuple[int, int], bad: set[tuple[int, int]]) -> bool:
-        """Whether an entry of its own names an edge above an anchor's operand, within the region."""
-        seen: set[int] = set()
-        todo = [key]
-        while todo:
-            consumer, slot = todo.pop()
-            if (consumer, slot) in bad:
-                return True
-            for ref in self.t.ops[consumer].operands[slot]:
-                p = self.t.ops[ref.producer]
-                if p.kind == "op" and p.id not in seen:
-                    seen.add(p.id)
-                    todo += [(p.id, s) for s in range(len(p.operands))]
-        return False
 
     def _table_notes(self) -> tuple[str, ...]:
         return tuple(

@@ -70,12 +70,14 @@ class Namer:
 
     def name(self, finding: Finding) -> str:
         """The first rule's name that fits, else one made of the ends' ops."""
+        facts = self.facts(finding)
+        at = first_fit(self.rules, facts)
+        return f"{_word(facts['producer'])}_into_{_word(facts['consumer'])}" if at is None else self.rules[at].name
+
+    def facts(self, finding: Finding) -> dict[str, dict[str, set[str]]]:
+        """What rules may ask: of `producer`, `consumer` and `region`."""
         p, c = self.al.training.ops[finding.producer], self.al.training.ops[finding.consumer]
-        facts = {"producer": self._end(p), "consumer": self._end(c), "region": self.regions.get(self._region(p, c), {})}
-        for rule in self.rules:
-            if all(_fits(getattr(rule, part), facts[part]) for part in ("producer", "consumer", "region")):
-                return rule.name
-        return f"{_word(facts['producer'])}_into_{_word(facts['consumer'])}"
+        return {"producer": self._end(p), "consumer": self._end(c), "region": self.regions.get(self._region(p, c), {})}
 
     def _region(self, p: Op, c: Op) -> int:
         region = self.al.regions.region
@@ -104,6 +106,12 @@ class Namer:
         for region, ends in self.al.regions.outputs.items():
             facts[region]["feeds"] |= {self._kind(self.al.training.ops[c]) for c, _ in ends}
         return facts
+
+
+def first_fit(rules: list[Rule], facts: dict[str, dict[str, set[str]]]) -> int | None:
+    """Position of the first rule that fits some facts."""
+    parts = ("producer", "consumer", "region")
+    return next((i for i, r in enumerate(rules) if all(_fits(getattr(r, p), facts.get(p, {})) for p in parts)), None)
 
 
 def _fits(wanted: Facts, facts: dict[str, set[str]]) -> bool:

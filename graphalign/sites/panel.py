@@ -92,7 +92,9 @@ class Cut:
 
     def _choose(self) -> None:
         regions = self.al.regions
-        self.focus = {x for f in self.findings for x in (f.producer, f.consumer) if self.t.ops[x].kind == "op"}
+        # how a residual sum comes about is drawn only where a site ends in it
+        ends = {f.consumer for f in self.findings} | {f.producer for f in self.findings if f.producer not in regions.sums}
+        self.focus = {x for x in ends if self.t.ops[x].kind == "op"}
         wanted = {regions.region[x] for x in self.focus - regions.sums if x in regions.region}
         layers = {layer_of(self.t.ops[x].module) for x in self.focus}
         inside = {
@@ -310,12 +312,19 @@ class Cut:
         label = chain if steps else _label(op, " ".join(source.text.split()) if source else "")
         return Vertex.model_validate(
             {
-                "id": name, "kind": kind, "label": label, "op": chain, "module": op.module or (op.target if op.kind == "parameter" else ""),
-                "place": f"{source.file}:{source.line}" if source else "", "source": source.text if source else "",
-                "box": boxes[self.al.regions.region[op.id]] if inside else None, "count": 1,
-                "names": tuple(o.name for o in ops[:8]), "partners": tuple(sorted(partners, key=lambda p: int(p[1:]))),
+                "id": name,
+                "kind": kind,
+                "label": label,
+                "op": chain,
+                "module": op.module or (op.target if op.kind == "parameter" else ""),
+                "place": f"{source.file}:{source.line}" if source else "",
+                "source": source.text if source else "",
+                "box": boxes[self.al.regions.region[op.id]] if inside else None,
+                "count": 1,
+                "names": tuple(o.name for o in ops[:8]),
+                "partners": tuple(sorted(partners, key=lambda p: int(p[1:]))),
             }
-        )  # fmt: skip
+        )
 
     def _kind(self, op: Op) -> str:
         if op.id in self.al.regions.sums and op is self.t.ops[op.id]:
@@ -342,12 +351,21 @@ class Cut:
         label = _label(op, "") if op.kind != "op" else (known[0] if known and not steps else "")
         return Vertex.model_validate(
             {
-                "id": name, "kind": "steps" if steps else kind, "label": label, "op": chain, "module": op.module, "place": place, "source": text,
-                "box": box, "kernel": op.where if op.kind == "op" and not border else "", "launch": self.launch[op.id] if op.kind == "op" else 0,
-                "count": 1 if border else len(ops) if steps else len(holders), "names": tuple(o.name for o in ops[:8]),
+                "id": name,
+                "kind": "steps" if steps else kind,
+                "label": label,
+                "op": chain,
+                "module": op.module,
+                "place": place,
+                "source": text,
+                "box": box,
+                "kernel": op.where if op.kind == "op" and not border else "",
+                "launch": self.launch[op.id] if op.kind == "op" else 0,
+                "count": 1 if border else len(ops) if steps else len(holders),
+                "names": tuple(o.name for o in ops[:8]),
                 "partners": tuple(sorted(partners, key=lambda p: int(p[1:]))),
             }
-        )  # fmt: skip
+        )
 
 
 def _order(side: _Side) -> list[Key]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import random
@@ -54,10 +55,8 @@ def test_flipped_bytes_never_crash(tmp_path: Path) -> None:
             broken[rng.randrange(len(broken))] = rng.randrange(256)
         path = tmp_path / "flipped.json.gz"
         path.write_bytes(broken)
-        try:
+        with contextlib.suppress(CaptureFileError):
             read_json(path, TrainingGraph, kind="training capture")
-        except CaptureFileError:
-            pass
 
 
 @pytest.mark.parametrize(
@@ -114,14 +113,17 @@ def pair() -> tuple[dict[str, Any], dict[str, Any]]:
     return i.model_dump(mode="json"), t.model_dump(mode="json")
 
 
-def refuse(i: dict[str, Any], t: dict[str, Any]) -> None:
+def refuse(i: dict[str, Any], t: dict[str, Any], *, harmless: bool = False) -> None:
     """A diff of these is a GraphalignError with exit code 2, or a report that calls the place out; never anything else."""
     started = time.perf_counter()
+    report, code = None, 0
     try:
         report = diff(InferenceGraph.model_validate(i), TrainingGraph.model_validate(t))
     except GraphalignError as e:
-        assert e.exit_code == 2
-    else:
+        code = e.exit_code
+    if report is None:
+        assert code == 2
+    elif not harmless:
         assert report.semantic or report.leftovers or report.undetermined or report.unpatchable, "it was taken for a good capture"
     assert time.perf_counter() - started < SECONDS
 
@@ -158,6 +160,7 @@ EXPRESSIONS = [
     "'text'",
     "p0.real",
     "p0 +",
+    "(" * 60 + "9" + "**4)" * 60,
     "(" * 500 + "p0" + ")" * 500,
     "-" * 4000 + "p0",
     "p0+" * 1300 + "p0",
@@ -341,4 +344,4 @@ CHANGES: list[Callable[[dict[str, Any], dict[str, Any]], None]] = [
 def test_hostile_content(change: Callable[[dict[str, Any], dict[str, Any]], None]) -> None:
     i, t = pair()
     change(i, t)
-    refuse(i, t)
+    refuse(i, t, harmless=change is _huge_factories)  # nothing reads what these would make

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import DynamicCache
 
 import graphalign
-from tests.rewrite.tiny import build, by_hand, spec_for, tokens
+from tests.rewrite.tiny import build, by_hand, patch, tokens
 
 
 def padded(batch: int, length: int) -> dict[str, torch.Tensor]:
@@ -31,7 +31,7 @@ def pair(attention: str = "sdpa") -> tuple[nn.Module, nn.Module]:
     """A model with the patch, and an equal one patched by hand."""
     model = build(2, attention)
     hand = by_hand(copy.deepcopy(model))
-    graphalign.apply(model, spec_for(2))
+    patch(model)
     return model, hand
 
 
@@ -111,7 +111,7 @@ def test_layers_pass_the_unrounded_stream() -> None:
 def test_differs_from_stock() -> None:
     model = build(2)
     stock = copy.deepcopy(model)
-    graphalign.apply(model, spec_for(2))
+    patch(model)
     with torch.no_grad():
         same = (model(tokens()).logits == stock(tokens()).logits).float().mean()
     assert same < 0.5
@@ -120,6 +120,6 @@ def test_differs_from_stock() -> None:
 @pytest.mark.parametrize("layers", [3, 4])
 def test_equal_layers_share_a_class(layers: int) -> None:
     model = build(layers)
-    graphalign.apply(model, spec_for(layers))
+    patch(model)
     assert len({type(x) for x in model.model.layers[1:]}) == 1
     assert type(model.model.layers[0]) is not type(model.model.layers[1])  # nothing unrounded enters the first

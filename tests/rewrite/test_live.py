@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import graphalign
 import graphalign.rewrite.live as live
 from graphalign.errors import PatchNotLiveError
-from tests.rewrite.tiny import build, by_hand, spec_for, tokens
+from tests.rewrite.tiny import build, by_hand, patch, tokens
 
 ROPE = ["rope"]
 
@@ -31,10 +31,10 @@ def patched(groups: list[str] | None = None) -> tuple[nn.Module, torch.Tensor]:
     """A patched model that has not run yet, and the logits that it must give."""
     model = build(2)
     other = copy.deepcopy(model)
-    graphalign.apply(other, spec_for(2, groups))
+    patch(other, groups)
     want = logits(other)
     torch._dynamo.reset()
-    graphalign.apply(model, spec_for(2, groups))
+    patch(model, groups)
     return model, want
 
 
@@ -62,7 +62,7 @@ def test_dispatch_mode_raises_and_the_patch_works_after_it() -> None:
     model, want = patched(ROPE)
     for _ in range(2):
         with FlopCounterMode(display=False):
-            refused(model, "a TorchDispatchMode is active (FlopCounterMode)", "run it outside the mode")
+            refused(model, "a TorchDispatchMode is active (_FlopCounterMode)", "run it outside the mode")
         assert torch.equal(logits(model), want)
 
 
@@ -117,7 +117,7 @@ def test_disabled_caller_is_live() -> None:
 def test_disabled_by_environment(variable: str, message: str) -> None:
     code = (
         "import graphalign, torch; from graphalign.errors import PatchNotLiveError; from tests.rewrite.tiny import *\n"
-        "m = build(2); graphalign.apply(m, spec_for(2, ['rope']))\n"
+        "m = build(2); patch(m, ['rope'])\n"
         "try: m(tokens(), use_cache=False)\nexcept PatchNotLiveError as e: print(e)\nelse: print('silent')"
     )
     env = {"PATH": "/usr/bin:/bin", variable: "1"}
@@ -137,7 +137,7 @@ def test_opaque_submodule() -> None:
     model, _ = patched()
     logits(model)
     model.model.layers[1].post_attention_layernorm = Opaque(model.model.layers[1].post_attention_layernorm)
-    refused(model, "of the 17 edits", "not executed: norm_weight: post_attention_layernorm.mul", "was replaced after the patch")
+    refused(model, "ran 17 of the 20 edits", "norm_weight: post_attention_layernorm.mul", "was replaced after the patch")
 
 
 def test_replaced_units() -> None:

@@ -12,7 +12,7 @@ import torch
 
 import graphalign
 from graphalign.errors import PatchError
-from tests.rewrite.tiny import build, by_hand, spec_for, tokens
+from tests.rewrite.tiny import build, by_hand, patch, tokens
 
 
 def logits(model: torch.nn.Module) -> torch.Tensor:
@@ -23,7 +23,7 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 def test_empty_patch_is_stock_bitwise() -> None:
     model = build(2)
     before, classes = logits(model), [type(m) for m in model.modules()]
-    patched = graphalign.apply(model, spec_for(2, ()))
+    patched = patch(model, ())
     assert [type(m) for m in model.modules()] == classes
     assert torch.equal(logits(model), before)
     patched.undo()
@@ -36,7 +36,7 @@ def test_undo_is_stock_bitwise_and_nothing_else_changed(tmp_path: Path, caplog: 
     state = {n: (id(p), p.clone()) for n, p in model.state_dict(keep_vars=True).items()}
     modules = [(n, id(m), m._forward_hooks.copy(), sorted(vars(m))) for n, m in model.named_modules()]
     model.save_pretrained(tmp_path / "stock")
-    with caplog.at_level(logging.INFO, "graphalign"), graphalign.apply(model, spec_for(2)) as patched:
+    with caplog.at_level(logging.INFO, "graphalign"), patch(model) as patched:
         assert patched.model is model
         assert not torch.equal(logits(model), before)
         assert [(n, id(m), m._forward_hooks.copy(), sorted(vars(m))) for n, m in model.named_modules()] == modules
@@ -64,14 +64,14 @@ def test_undo_is_stock_bitwise_and_nothing_else_changed(tmp_path: Path, caplog: 
 def test_undo_then_apply_again() -> None:
     model = build(2)
     hand = by_hand(copy.deepcopy(model))
-    graphalign.apply(model, spec_for(2)).undo()
-    graphalign.apply(model, spec_for(2))
+    patch(model).undo()
+    patch(model)
     assert torch.equal(logits(model), logits(hand))
 
 
 def test_undo_refuses_a_class_that_somebody_changed() -> None:
     model = build(2)
-    patched = graphalign.apply(model, spec_for(2, ["rope"]))
+    patched = patch(model, ["rope"])
     layer = model.model.layers[1]
     mine = type("Mine", (type(layer),), {})
     layer.__class__ = mine
@@ -82,16 +82,16 @@ def test_undo_refuses_a_class_that_somebody_changed() -> None:
 
 def test_patched_twice_is_refused() -> None:
     model = build(2)
-    graphalign.apply(model, spec_for(2, ["rope"]))
+    patch(model, ["rope"])
     with pytest.raises(PatchError, match=r"model\.layers\.0 is patched already") as e:
-        graphalign.apply(model, spec_for(2, ["swiglu"]))
+        patch(model, ["swiglu"])
     assert "make one patch with all groups" in str(e.value)
 
 
 def test_deepcopy_is_patched_with_its_own_weights() -> None:
     model = build(2)
     hand = by_hand(copy.deepcopy(model))
-    patched = graphalign.apply(model, spec_for(2))
+    patched = patch(model)
     twin = copy.deepcopy(model)
     with torch.no_grad():
         for m in (twin, hand):
@@ -105,5 +105,5 @@ def test_deepcopy_is_patched_with_its_own_weights() -> None:
 def test_bare_backbone() -> None:
     model = build(2)
     hand = by_hand(copy.deepcopy(model))
-    graphalign.apply(model.model, spec_for(2))
+    patch(model.model)
     assert torch.equal(logits(model), logits(hand))

@@ -12,6 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3 import modeling_qwen3 as q
 
+import graphalign
+from graphalign import Patched
+from graphalign.capture.training import config_digest
 from graphalign.patch.spec import Edit, Group, PatchSpec, load
 
 DATA = Path(__file__).parent / "data"
@@ -40,7 +43,7 @@ def spec_for(layers: int, groups: Iterable[str] | None = None) -> PatchSpec:
     chosen = tuple(
         Group(name=g.name, edits=tuple(cut(e) for e in g.edits)) for g in spec.groups if wanted is None or g.name in wanted
     )  # fmt: skip
-    return spec.model_copy(update={"groups": chosen, "model": {**spec.model, "layers": layers}})
+    return spec.model_copy(update={"groups": chosen, "model": {**spec.model, "layers": layers, "config_digest": config_digest(config(layers))}})
 
 
 def config(layers: int = 3) -> Qwen3Config:
@@ -65,6 +68,12 @@ def build(layers: int = 3, attention: str = "sdpa", dtype: torch.dtype = torch.b
 
 def tokens(batch: int = 1, length: int = 17, seed: int = 1) -> torch.Tensor:
     return torch.randint(1, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def patch(model: nn.Module, groups: Iterable[str] | None = None) -> Patched:
+    """The recorded spec on a model, without the trial run (it costs a compilation)."""
+    layers = len(next(m for m in model.modules() if isinstance(m, nn.ModuleList)))
+    return graphalign.apply(model, spec_for(layers, groups), allow_stale=True, trial=False)
 
 
 # -- the patch by hand: every group of the recorded spec ---------------------------------------------------------------

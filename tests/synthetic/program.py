@@ -216,11 +216,12 @@ def random_plan(rng: random.Random, program: Program, *, faithful: bool = False)
     _settle_rotations(program, plan)
     if faithful:
         for e in plan.rounds:
-            if plan.mode[e] not in ("operand",) and plan.inference_rounds(e) != plan.rounds[e] and program.values[e[0]].kind != "rotate":
-                if plan.rounds[e]:
-                    plan.mode[e], plan.buffer[e[0]] = "buffer", BF
-                else:
-                    plan.mode[e] = "inline"
+            if plan.mode[e] == "operand" or program.values[e[0]].kind in ("gemm", "embed", "rotate"):
+                continue
+            if program.values[e[1]].kind != "rotate" and plan.rounds[e]:
+                plan.mode[e], plan.buffer[e[0]] = "buffer", BF
+            else:
+                plan.mode[e] = "inline"
         _settle_rotations(program, plan)
         for e in plan.rounds:
             if program.values[e[0]].kind == "rotate" and plan.mode[e] != "operand":

@@ -33,7 +33,7 @@ def _graph(piece: Piece, lowering: Lowering, world: script.World, note: Any) -> 
         for node in kernel["nodes"]:
             node["name"] = f"p{piece.number}.{node['name']}"
     last = any(o in lowering.results for o in piece.outputs)
-    plain["outputs"] = [e["value"]["b"] for e in plain["exports"] if e["name"] in lowering.results] if last else []
+    plain["outputs"] = [e["tensor"]["b"] for e in plain["exports"] if e["name"] in lowering.results] if last else []
     return plain
 
 
@@ -52,7 +52,7 @@ def _compiled(piece: Piece, note: Any) -> dict[str, Any]:
     if len(results) != len(piece.outputs):
         note(f"piece {piece.number} has {len(piece.outputs)} outputs, its lowered form {len(results)}")
     plain["exports"] = [
-        {"name": name, "value": copy.deepcopy(value)}
+        {"name": name, "tensor": copy.deepcopy(value)}
         for name, value in zip(piece.outputs, results, strict=False)
         if name is not None and isinstance(value, dict) and "b" in value
     ]
@@ -121,10 +121,10 @@ def _eager(piece: Piece) -> dict[str, Any]:
     written = {a["b"] for k in plain["kernels"] for n in k["nodes"] for name, a in n["args"] if name in n["mutates"] and "b" in a}
     for outer, inner in zip(piece.inputs, piece.placeholders, strict=False):
         if inner in written:  # whoever reads this value afterwards reads what the call wrote
-            plain["exports"].append({"name": outer, "value": {"b": inner}})
+            plain["exports"].append({"name": outer, "tensor": {"b": inner}})
     for outer_name, node in zip(piece.outputs, returned, strict=False):
         if outer_name is not None and isinstance(node, torch.fx.Node):
-            plain["exports"].append({"name": outer_name, "value": env.get(node, {"b": node.name})})
+            plain["exports"].append({"name": outer_name, "tensor": env.get(node, {"b": node.name})})
     return plain
 
 
@@ -168,7 +168,7 @@ def _unlowered(piece: Piece) -> dict[str, Any]:
             continue
         buffer = f"out{i}"
         plain["buffers"].append({"name": buffer, "layout": "FixedLayout", **_geometry(value)})
-        plain["exports"].append({"name": name, "value": {"b": buffer}})
+        plain["exports"].append({"name": name, "tensor": {"b": buffer}})
         outputs.append(buffer)
     call = {"name": "unlowered", "kind": "extern", "outputs": outputs, "op": f"graphalign.unlowered_piece_{piece.number}", "mutates": [],
             "args": [[f"in{i}", {"b": n["name"]}] for i, n in enumerate(plain["inputs"]) if n.get("dtype")]}  # fmt: skip

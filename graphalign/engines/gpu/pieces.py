@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import pathlib
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ class Piece:
     key: str
     """Equal for equal pieces."""
     paths: list[tuple[str, ...]]
-    """Module paths of its nodes, in order."""
+    """Module paths of its nodes, in order; inputs are named after wherever they were made."""
     lowered: dict[str, Any] | None = None
     failure: str = ""
     alike: Piece | None = None
@@ -75,10 +76,19 @@ class PieceRecorder(script.Recorder):
         reader = PieceReader(self, graph)
         plain = reader.read()
         self.options = self.options or script.read_inductor()
-        self.graphs.append(plain)  # numbers the kept source files
+        self.graphs.append(plain)
         if self.piece is not None and self.piece.lowered is None:
             self.piece.lowered = {"graph": plain, "placeholder": reader.placeholder, "outputs": reader.outputs(),
                                   "prefix": (reader.frame.prefix if reader.frame else None) or ""}  # fmt: skip
+
+
+    def _keep_source(self, result: Any) -> None:
+        with self.guard("generated source"):
+            wrapper = result[0] if isinstance(result, tuple) else result
+            folder = pathlib.Path(self.keep or ".")
+            folder.mkdir(parents=True, exist_ok=True)
+            number = self.piece.number if self.piece else len(self.graphs)
+            (folder / f"piece{number}.py").write_text(str(getattr(wrapper, "value", wrapper)))
 
 
 class Lowering:
@@ -162,7 +172,7 @@ class Lowering:
             outputs = [node.name]
         placeholders = [n.name for n in graph.graph.nodes if n.op == "placeholder"]
         paths = [tuple(p for path, _ in (n.meta.get("nn_module_stack") or {}).values() if (p := script.relative_path(path)) is not None)
-                 for n in graph.graph.nodes]  # fmt: skip
+                 for n in graph.graph.nodes if n.op != "placeholder"]  # fmt: skip
         names = [a.name if isinstance(a, torch.fx.Node) else "" for a in node.args]
         return Piece(int(str(node.target).rpartition("_")[2]), splitting, graph, names, placeholders, outputs, piece_key(graph), paths)
 

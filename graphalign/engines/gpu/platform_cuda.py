@@ -136,6 +136,9 @@ def install(target: dict[str, Any], tensor_parallel: int, note: Any) -> list[str
     original = platforms.vllm_version_matches_substr
     platforms.vllm_version_matches_substr = lambda substr: substr != "cpu" and original(substr)
     stub_ops()
+    import vllm.model_executor.models.registry as registry
+
+    registry._run_in_subprocess = lambda fn: fn()  # done there for fear of initialising CUDA; takes 10 s
     return [
         "vLLM's platform is a CudaPlatformBase that answers for the target's driver (NVML)",
         f"{len(EXTENSIONS)} CUDA extension modules are empty; ops of torch.ops._C that the CPU build lacks answer no",

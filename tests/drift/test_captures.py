@@ -1,0 +1,82 @@
+"""Drift between recorded captures: engine versions, settings, and what must not look like drift."""
+
+from __future__ import annotations
+
+import pytest
+
+from graphalign.patch.drift import Drift, drift
+from graphalign.patch.snapshot import of_inference, of_report
+from graphalign.rules import rules_dir
+from graphalign.sites.find import diff
+from tests.drift.data import CAPTURES, capture, renamed, report, sites, structure
+from tests.fixtures import recorded
+
+
+def topics(d: Drift) -> set[str]:
+    return {i.topic for i in d.items if i.moved}
+
+
+def settings(d: Drift) -> dict[str, str]:
+    return {i.what: i.new for i in d.items if i.topic == "setting"}
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2", "llama", "qwen3.rotary"])
+def test_a_capture_has_not_moved_against_itself(name: str) -> None:
+    d = drift(structure(name), structure(name))
+    assert (d.items, d.moved, d.verdict) == ((), False, "none")
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2", "llama", "qwen3.rotary"])
+def test_names_and_order_are_no_drift(name: str) -> None:
+    other = renamed(capture(name))
+    assert other.graphs != capture(name).graphs
+    assert drift(structure(name), of_inference(other, "renamed", rules_dir())).items == ()
+
+
+def test_names_and_order_are_no_drift_of_sites() -> None:
+    again = diff(renamed(capture("qwen2")), recorded.captures("qwen2")[1])
+    d = drift(sites("qwen2"), of_report(again, "renamed"))
+    assert (d.items, d.verdict, d.reasons) == ((), "right", ())
+
+
+@pytest.mark.parametrize("setting", ["rms_norm", "silu"])
+def test_a_custom_op_that_falls_back_on_the_cpu_moves_settings_only(setting: str) -> None:
+    """On CPU RMSNorm has no kernel of its own, and SiluAndMul.forward_cpu is forward_native (vLLM 0.32)."""
+    d = drift(structure("qwen3"), structure(f"qwen3.{setting}"))
+    assert topics(d) == {"setting"}
+    assert "custom_ops" in settings(d)
+
+
+def test_the_custom_rotary_kernel_is_opaque_and_the_old_patch_unknown() -> None:
+    d = drift(sites("qwen3"), sites("qwen3.rotary"), {"_C.rotary_embedding.default": "does it so"})
+    assert d.verdict == "unknown"
+    assert next(i for i in d.items if i.what == "opaque op _C.rotary_embedding.default").new.endswith("by rules/ops it does so")
+    assert settings(d) == {"custom_ops": "['none', '+rotary_embedding']"}
+    rope = [i for i in d.items if i.topic == "site" and i.what.startswith("rope")]
+    assert len(rope) == 8
+    assert {i.change for i in rope} == {"vanished"}
+    assert drift(structure("qwen3"), structure("qwen3.rotary")).moved
+
+
+def test_emulated_casts_make_the_old_patch_wrong() -> None:
+    d = drift(sites("qwen3"), sites("qwen3.casts"))
+    assert d.verdict == "wrong"
+    assert all("inference no longer differs there" in r for r in d.reasons)
+    assert settings(d)["inductor.emulate_precision_casts"] == "True"
+    assert [g.name for g in report("qwen3.casts").groups] == ["residual_rmsnorm"], "the sum is FP32 in vLLM's own source"
+    moved = {i.what: (i.old, i.new) for i in drift(structure("qwen3"), structure("qwen3.casts")).items if i.topic == "edge"}
+    assert moved["truediv in model.layers.*.mlp.act_fn → operand 0 of mul in model.layers.*.mlp.act_fn"] == ("unrounded", "bfloat16")
+    assert drift(sites("qwen3.casts"), sites("qwen3")).verdict == "safe"
+
+
+def test_another_fusion_limit_moves_kernels_and_no_site() -> None:
+    d = drift(structure("qwen3"), structure("qwen3.fusion"))
+    assert topics(d) == {"setting", "kernel"}
+    assert settings(d)["inductor.max_fusion_size"] == "2"
+    assert drift(sites("qwen3"), sites("qwen3.fusion")).verdict == "right"
+
+
+def test_fixtures_are_small() -> None:
+    files = list(CAPTURES.iterdir())
+    assert len(files) >= 14
+    assert max(p.stat().st_size for p in files) <= 25_000
