@@ -164,6 +164,7 @@ def find(
       graphalign find ./my-model --out out/v31 --vllm-python /envs/vllm-0.31/bin/python --baseline patch.yaml
     """
     from graphalign.cli_drift import MOVED, end_find, read_baseline
+    from graphalign.cli_targets import check_map
     from graphalign.cli_render import write_report
     from graphalign.ir.files import write_json
     from graphalign.rules import rules_dir
@@ -173,12 +174,15 @@ def find(
     old = read_baseline(baseline)
     console.require_packages(*(() if vllm_python else ("vllm",)), "transformers")
     with console.Stages() as stages:
+        kernels = out / "kernels" if target != "cpu" else None
         inference = _capture_inference(
-            stages, model, out / "inference.json.gz", vllm_python, arguments, layers, weights, timeout, target, entry
+            stages, model, out / "inference.json.gz", vllm_python, arguments, layers, weights, timeout, target, entry, kernels
         )
         training = _capture_training(stages, model, factory, layers, dtype, autocast, attention, weights)
         write_json(out / "training.json.gz", training)
         report = _diff(stages, inference, training, rules)
+        if kernels is not None:
+            report = check_map(report, stages, inference, kernels, rules, vllm_python)
         write_json(out / "sites.json", report, indent=1)
         _write_patch(report, out)
         if page:

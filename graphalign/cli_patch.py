@@ -143,8 +143,8 @@ def check(
         tokens = [t % _vocabulary(folder) for t in PROMPT]
         inference = capture_inference(
             folder, Path(work) / "inference.json.gz", python=vllm_python, engine_args=arguments, layers=layers, timeout=timeout, progress=stages,
-            values={"tokens": tokens, "out": recorded} if real else None, target=str(spec.target.get("key", "cpu")),
-            entry=spec.target.get("entry", "llm"),
+            values={"tokens": tokens, "out": recorded} if real else None,
+            target=str(spec.target.get("key", "cpu")), entry=spec.target.get("entry", "llm"),
         )  # fmt: skip
         stages.start("check")("build the model")
         trainer = _build(model, spec, layers)

@@ -16,6 +16,7 @@ from graphalign.align.tables import TableMatch, snap
 from graphalign.errors import AlignmentError, BadInputError
 from graphalign.evaluate import run_inference, run_training, trace_inference, trace_training
 from graphalign.evaluate.opaque import load_opaque_ops
+from graphalign.evaluate.returns import unwrap
 from graphalign.evaluate.values import Arithmetic, Val
 from graphalign.ir.dataflow import Dataflow, Op
 from graphalign.ir.inference import InferenceGraph
@@ -92,7 +93,9 @@ def prepare(inference: InferenceGraph, training: TrainingGraph, rules: Path) -> 
     verify_training(training)
     check_same_model(inference, training)
     inference = rename(inference, training)
-    ti = trace_inference.Tracer(inference, load_opaque_ops(rules))
+    known = load_opaque_ops(rules)
+    inference = unwrap(inference, known)
+    ti = trace_inference.Tracer(inference, known)
     flow_i = ti.run()
     folded = fold(training, flow_i)
     tt = trace_training.Tracer(folded.capture)

@@ -82,7 +82,7 @@ def capture_inference(
     if layers is not None and layers < 1:
         raise BadInputError(f"cannot capture {layers} layers", hint="give a number of layers of at least 1")
     destination = Path(out)
-    interpreter = _interpreter(python)
+    engine = interpreter(python)
     with tempfile.TemporaryDirectory(prefix="graphalign-") as folder:
         work = Path(folder)
         written = work / ("capture.json.gz" if str(destination).endswith(".gz") else "capture.json")
@@ -100,7 +100,7 @@ def capture_inference(
             request |= {"target": gpu.model_dump(mode="json"), "entry": entry}
         (work / "request.json").write_text(json.dumps(request))
         with (work / "log.txt").open("w+") as log:
-            _run(interpreter, SCRIPT if gpu is None else GPU_SCRIPT, work / "request.json", log, timeout, progress)
+            _run(engine, SCRIPT if gpu is None else GPU_SCRIPT, work / "request.json", log, timeout, progress)
             try:
                 graph = read_json(written, InferenceGraph, kind="inference capture")
             except CaptureFileError as e:
@@ -114,7 +114,12 @@ def has_weights(model: Path) -> bool:
     return any(any(model.glob(p)) for p in ("*.safetensors", "*.bin", "*.pt", "*.gguf"))
 
 
-def _interpreter(python: str | os.PathLike[str] | None) -> str:
+def interpreter(python: str | os.PathLike[str] | None) -> str:
+    """The Python interpreter that is meant: a file, the folder of an environment, or this one.
+
+    Raises:
+        BadInputError: there is none.
+    """
     if python is None:
         return sys.executable
     path = Path(python)

@@ -287,7 +287,7 @@ class Tracer:
             attending = self._layer(args.get(rule.layer))
             key = ("attention", *self._number(self.anchors_above(operands)))
             detail = {"layer": attending}
-        written = _buffers(args.get(rule.out)) if rule.out else list(node.outputs)
+        written = _buffers(args[rule.out]) if rule.out in args else list(node.outputs)  # see `returns`
         op = self.add(name=node.name, kind="anchor", target=rule.kind, operands=operands, dtype=self._dtype(written), module=node.module,
                       source=node.source or None, where=node.op, key=key, detail=detail)  # fmt: skip
         self.ids[g, node.name, ""] = op.id

@@ -11,6 +11,7 @@ from typing import Any
 
 from graphalign.evaluate import trace_inference, trace_training
 from graphalign.evaluate.opaque import load_opaque_ops
+from graphalign.evaluate.returns import unwrap
 from graphalign.ir.dataflow import Dataflow, Op
 from graphalign.ir.inference import InferenceGraph, Kernel
 from graphalign.ir.training import TrainingGraph
@@ -32,6 +33,8 @@ class Census:
     """What a generated kernel computes, in words, to count."""
     attention: dict[str, dict[str, Any]] = field(default_factory=dict)
     parameters: dict[str, str] = field(default_factory=dict)
+    calls: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Extern op to the argument names it is called with."""
     opaque: frozenset[str] = frozenset()
     """Extern ops that no rule describes, or whose rule says opaque."""
 
@@ -50,6 +53,8 @@ def of_inference(graph: InferenceGraph, rules: Path) -> Census:
         BadInputError: the rules cannot be read.
     """
     known = load_opaque_ops(rules)
+    calls = {n.op: tuple(a for a, _ in n.args) for g in graph.graphs for k in g.kernels for n in k.nodes if n.kind == "extern" and n.op}
+    graph = unwrap(graph, known)
     out = _of_flow(trace_inference.Tracer(graph, known).run())
     for g in graph.graphs:
         for kernel in g.kernels:
@@ -59,8 +64,8 @@ def of_inference(graph: InferenceGraph, rules: Path) -> Census:
     out.parameters = {
         p.name: f"{p.dtype} {list(p.shape)} from {', '.join(s.checkpoint for s in p.segments) or 'nothing'}" for p in graph.parameters
     }
-    called = {n.op for g in graph.graphs for k in g.kernels for n in k.nodes if n.kind in ("extern", "template") and n.op}
-    out.opaque = frozenset(op for op in called if _is_opaque(op, known))
+    out.calls = {op: names for op, names in calls.items() if not op.startswith("inductor.")}
+    out.opaque = frozenset(op for op in calls if _is_opaque(op, known))
     return out
 
 

@@ -125,7 +125,7 @@ def opaque(old: Snapshot, new: Snapshot, inside: Mapping[str, str]) -> Iterator[
     """Ops that cannot be seen into, with what rules/ops says about their inside."""
     for op in sorted(new.opaque - old.opaque):
         declared = inside.get(op, "")
-        words = f"its inside is not compared; by rules/ops it {declared}" if declared else "how it rounds inside is not known"
+        words = f"its inside is not compared; rules/ops: {declared}" if declared else "how it rounds inside is not known"
         yield _item("op", "appeared", f"opaque op {op}", new=words)
     for op in sorted(old.opaque - new.opaque):
         yield _item("op", "vanished", f"opaque op {op}")
@@ -159,6 +159,9 @@ def _ops(old: Counter[tuple[str, str]], new: Counter[tuple[str, str]], prefix: s
 def structure(old: Census, new: Census) -> Iterator[Item]:
     """Two captures of one side: ops, edges with their roundings, kernels, attention and engine parameters."""
     yield from _ops(old.ops, new.ops)
+    for op in sorted(old.calls.keys() & new.calls.keys()):
+        if old.calls[op] != new.calls[op]:
+            yield _item("note", "changed", f"arguments of op {op}", ", ".join(old.calls[op]), ", ".join(new.calls[op]))
     yield from _edges(old, new)
     yield from _kernels(old.kernels, new.kernels)
     for topic, a, b in (("attention of", old.attention, new.attention), ("parameter", old.parameters, new.parameters)):

@@ -357,12 +357,12 @@ def caption(panel: Panel) -> str:
 
 def _text(text: str) -> str:
     """Escaped for an HTML-like label."""
-    return html.escape(clean(text), quote=True)
+    return html.escape(clean(text), quote=True).replace("\\", "&#92;")
 
 
 def _plain(text: str) -> str:
     """Escaped for any other attribute."""
-    return str(graphviz.escape(text))
+    return str(graphviz.escape(clean(text)))
 
 
 def _class(site: str) -> str:

@@ -81,6 +81,7 @@ def apply(model: nn.Module, spec: PatchSpec | str | Path, *, allow_stale: bool =
         return Patched(model, spec, [])
     units = find_units(model, list(edits))
     _refuse_overlap(units)
+    _refuse_compiled(units)
     _refuse_stale(model, units, spec, allow_stale)
     dtypes = {name: _check_regime(name, unit, spec) for name, unit in units.items()}
     for name, unit in units.items():
@@ -139,6 +140,18 @@ def _refuse_overlap(units: dict[str, nn.Module]) -> None:
         for other, inner in units.items():
             if other != name and any(m is inner for m in unit.modules()):
                 raise PatchError(f"{other} lies inside {name}; their edits would overlap")
+
+
+def _refuse_compiled(units: dict[str, nn.Module]) -> None:
+    """Layers that `module.compile()` compiled in place; an outer `torch.compile` is fine, its graph breaks at every patched module."""
+    for name, unit in units.items():
+        for inner, m in unit.named_modules():
+            if getattr(m, "_compiled_call_impl", None) is not None:
+                raise PatchError(
+                    f"{f'{name}.{inner}'.rstrip('.')} is compiled already",
+                    where="its compile() was called",
+                    hint="apply the patch before compile(), and compile the whole model: patched layers run op by op, so that roundings stay",
+                )
 
 
 def _refuse_stale(model: nn.Module, units: dict[str, nn.Module], spec: PatchSpec, allow: bool) -> None:

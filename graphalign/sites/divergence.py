@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -12,6 +13,8 @@ from graphalign.align.edges import Comparison
 from graphalign.evaluate.aten import MATMULS, base
 from graphalign.ir.dataflow import Op
 
+PERMUTED = re.compile(r"rows of (\S+) are permuted in ")
+"""A note of the engine script."""
 MISPLACED = 0.01
 """Share of an operand's elements that must be far from the engine's."""
 
@@ -40,7 +43,9 @@ class Divergence:
     """Training ops without a partner in a module that the engine runs as an opaque op, to that op."""
 
 
-def find_partings(al: Alignment, comparison: Comparison, differences: list[Difference], unfolded: dict[str, str]) -> Divergence:
+def find_partings(
+    al: Alignment, comparison: Comparison, differences: list[Difference], unfolded: dict[str, str], notes: tuple[str, ...] = ()
+) -> Divergence:
     """Sort out why anchor operands do not join.
 
     Args:
@@ -48,8 +53,9 @@ def find_partings(al: Alignment, comparison: Comparison, differences: list[Diffe
         comparison: judged edges; its interior ops have no partner by construction.
         differences: matched anchors that differ.
         unfolded: modules that the engine runs as one op and that are no anchor on the training side, with the reason.
+        notes: of the inference capture; they say which weights the engine holds with their rows in another order.
     """
-    return _Finder(al, comparison, unfolded).run(differences)
+    return _Finder(al, comparison, unfolded, {m.group(1) for note in notes if (m := PERMUTED.match(note))}).run(differences)
 
 
 def explained(al: Alignment, key: tuple[int, int], bad: set[tuple[int, int]]) -> bool:
@@ -91,7 +97,8 @@ def find_misplaced(al: Alignment, result: Check, found: Divergence, explained: C
 
 
 class _Finder:
-    def __init__(self, al: Alignment, comparison: Comparison, unfolded: dict[str, str]) -> None:
+    def __init__(self, al: Alignment, comparison: Comparison, unfolded: dict[str, str], permuted: set[str]) -> None:
+        self.permuted = permuted
         self.al, self.comparison, self.unfolded = al, comparison, unfolded
         self.t, self.i = al.training, al.inference
         self.lost = {op.id for op in self.i.ops if op.kind == "anchor" and not al.reverse.get(op.id)}
@@ -126,6 +133,11 @@ class _Finder:
 
     def _unknown(self, anchor: int, slot: int, culprit: Op) -> str | None:
         """Why a value cannot be expected to join: what the engine's operand depends on, if that is not known."""
+        for name in sorted(
+            {str(self.t.ops[r.producer].key[1]) for o in culprit.operands for r in o if self.t.ops[r.producer].target == "gemm"}
+        ):
+            if name in self.permuted:
+                return f"the engine holds the rows of {name} in an order that the capture does not record: no value of it can join"
         partners = self.al.partners.get(anchor, ())
         if not partners:
             inside = next((f"the engine runs {m} as one op, and {why}" for m, why in self.unfolded.items() if _within(culprit, m)), None)

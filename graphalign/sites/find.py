@@ -48,7 +48,7 @@ def diff(inference: InferenceGraph, training: TrainingGraph, *, rules: Path | No
     compared = time.perf_counter()
     say("check", 0.0)
     differences = compare_anchors(pair, al)
-    divergence = find_partings(al, comparison, differences, pair.unfolded)
+    divergence = find_partings(al, comparison, differences, pair.unfolded, inference.header.notes)
     comparison.findings = [_withdrawn(f) if f.consumer in divergence.behind else f for f in comparison.findings]
     proposed = [f for f in comparison.findings if f.verdict in ("keep", "round")]
     result = check(pair, [_edit(f) for f in proposed])
@@ -108,7 +108,7 @@ class _Builder:
             target={**header.target, "simulated": header.simulated},
             regime=self.training.header.regime,
             # the engine's environment may have another Transformers than the trainer's, which is the one that is patched
-            versions={**header.versions, **self.training.header.versions, **{k: v for k, v in header.versions.items() if k != "transformers"}},
+            versions={**self.training.header.versions, **{k: v for k, v in header.versions.items() if k != "transformers"}},
             model={
                 **self.training.header.model,
                 "engine_config_digest": header.model.get("config_digest"),

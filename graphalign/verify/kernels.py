@@ -30,6 +30,7 @@ from graphalign.evaluate.opaque import load_opaque_ops
 from graphalign.evaluate.trace_inference import Tracer
 from graphalign.evaluate.values import Arithmetic, Val, draw, round_to, seed_of
 from graphalign.ir.dataflow import LOW_PRECISION
+from graphalign.ir.indexing import evaluate as index_value
 from graphalign.ir.inference import VALUE, Body, Graph, InferenceGraph, Input, Node
 
 SCRIPT = Path(__file__).parents[1] / "engines" / "gpu" / "interpret.py"
@@ -117,7 +118,7 @@ def _refuse(report: KernelReport) -> None:
     bad = [k for k in report.kernels if not k.ok]
     if not report.kernels:
         why = "; ".join(f"{name}: {reason}" for name, reason in report.skipped[:3])
-        raise CaptureFailedError("not one generated kernel could be checked", where=why, hint="report this; --no-kernel-check goes on without")
+        raise CaptureFailedError("not one generated kernel could be checked", where=why, hint="report this with the kernels")
     if bad:
         lines = [f"{k.piece} {k.kernel}: {k.differ['map']:.2%} of {', '.join(k.buffers)} differ" for k in bad[:5]]
         raise KernelMismatchError(
@@ -131,7 +132,8 @@ def _interpret(job: Path, python: str, timeout: float) -> None:
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
     environment["TRITON_INTERPRET"] = "1"
     try:
-        done = subprocess.run([python, str(SCRIPT), str(job)], capture_output=True, text=True, timeout=timeout, env=environment, check=False)
+        command = [python, str(SCRIPT), str(job)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment, check=False)
     except subprocess.TimeoutExpired:
         raise CaptureFailedError(f"the kernels were not interpreted within {timeout:g} s", hint="capture fewer layers") from None
     if done.returncode != 0:
@@ -199,9 +201,9 @@ def _emulate(capture: InferenceGraph, rules: Path, chosen: set[int]) -> dict[Map
     out: dict[Map, Emulation] = {}
     for which in ("map", "negated", "swapped"):
         arithmetic = Arithmetic(SEED, positions, ids, rounds=True)
-        run = Emulation(capture, tracer, arithmetic, which=which, chosen=chosen)  # type: ignore[arg-type]
+        run = Emulation(capture, tracer, arithmetic, which=which, chosen=chosen)
         run.run()
-        out[which] = run  # type: ignore[index]
+        out[which] = run
     return out
 
 
@@ -210,7 +212,10 @@ def _emulate(capture: InferenceGraph, rules: Path, chosen: set[int]) -> dict[Map
 
 def _piece(graph: Graph, run: Emulation, g: int, source: Path, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
     env = {**graph.symbols, graph.tokens: TOKENS}
-    size = lambda texts: [int(run_inference.index_value(t, env)) for t in texts]  # noqa: E731
+
+    def size(texts: tuple[str, ...]) -> list[int]:
+        return [int(index_value(t, env)) for t in texts]
+
     read = {b for k in graph.kernels for n in k.nodes if n.kind == "loop" for b in n.buffers}
     inputs = []
     for i in graph.inputs:

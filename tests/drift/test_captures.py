@@ -39,6 +39,25 @@ def test_names_and_order_are_no_drift_of_sites() -> None:
     assert (d.items, d.verdict, d.reasons) == ((), "right", ())
 
 
+@pytest.mark.parametrize("name", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize(("old", "new"), [("v0.28.0", "v0.30.0"), ("v0.30.0", "v0.31.0"), ("v0.31.0", "")])
+def test_between_neighbouring_versions_nothing_moved(name: str, old: str, new: str) -> None:
+    """Same torch, and vLLM's native forwards of norms, RoPE and SiLU compute the same: see graphalign/patch/DRIFT.md."""
+    d = drift(structure(f"{name}.{old}"), structure(f"{name}.{new}" if new else name))
+    assert not d.moved
+    assert d.old.versions["vllm"] == old.removeprefix("v")
+    said = {i.what: (i.old, i.new) for i in d.items}
+    if old == "v0.28.0":
+        was, now = said["arguments of op _C.weight_packed_linear.default"]
+        assert (was, now) == ("mat1, mat2, bias, is_vnni", "out, mat1, mat2, bias, is_vnni")
+
+
+def test_an_op_that_returned_its_result_in_an_older_version_has_the_same_sites() -> None:
+    d = drift(sites("qwen2.v0.28.0"), sites("qwen2"))
+    assert (d.moved, d.verdict) == (False, "right")
+    assert report("qwen2.v0.28.0").stats["check"]["lowest_with_sites"] == 1.0
+
+
 @pytest.mark.parametrize("setting", ["rms_norm", "silu"])
 def test_a_custom_op_that_falls_back_on_the_cpu_moves_settings_only(setting: str) -> None:
     """On CPU RMSNorm has no kernel of its own, and SiluAndMul.forward_cpu is forward_native (vLLM 0.32)."""
@@ -50,7 +69,7 @@ def test_a_custom_op_that_falls_back_on_the_cpu_moves_settings_only(setting: str
 def test_the_custom_rotary_kernel_is_opaque_and_the_old_patch_unknown() -> None:
     d = drift(sites("qwen3"), sites("qwen3.rotary"), {"_C.rotary_embedding.default": "does it so"})
     assert d.verdict == "unknown"
-    assert next(i for i in d.items if i.what == "opaque op _C.rotary_embedding.default").new.endswith("by rules/ops it does so")
+    assert next(i for i in d.items if i.what == "opaque op _C.rotary_embedding.default").new.endswith("rules/ops: does it so")
     assert settings(d) == {"custom_ops": "['none', '+rotary_embedding']"}
     rope = [i for i in d.items if i.topic == "site" and i.what.startswith("rope")]
     assert len(rope) == 8

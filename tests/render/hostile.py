@@ -6,7 +6,10 @@ from typing import Any
 
 from graphalign.sites.report import Report
 
-PAYLOAD = "</title></script></style><script>window.hit=1</script><img src=x onerror=window.hit=1>\" ' onmouseover=window.hit=1 x='<![CDATA[]]><!-- &lt;\\N\\G\\l"
+PAYLOAD = (
+    "</title></script></style><script>window.hit=1</script><img src=x onerror=window.hit=1>"
+    "\" ' onmouseover=window.hit=1 x='<![CDATA[]]><!-- &lt;\\N\\G\\l"
+)
 CONTROL = "\x00\x1b[31m\u202e\u2066"
 KEPT = {"format", "version", "side", "kind", "status", "verdict", "training", "inference", "roundings", "tail", "head", "partners"}
 """Fields whose values are fixed words or graphalign's own numbers."""

@@ -6,7 +6,7 @@ import pytest
 
 from graphalign.sites.drawing import Drawing, Panel
 from graphalign.sites.report import Report
-from tests.fixtures.recorded import EXAMPLES, captures, report
+from tests.fixtures.recorded import EXAMPLES, report
 
 MODELS = (*EXAMPLES, "smollm2")
 ALL = {"qwen3": tuple(range(6)), "smollm2": tuple(range(30))}

@@ -154,17 +154,25 @@ def install(target: dict[str, Any]) -> list[str]:
     for device in ("cuda", "cuda:0"):
         device_interface.register_interface_for_device(device, Interface)
     device_interface._device_initialized = True
-    torch.cuda.get_device_properties = lambda device=None: props  # type: ignore[assignment]
-    torch.cuda.get_device_capability = lambda device=None: capability  # type: ignore[assignment]
-    torch.cuda.get_device_name = lambda device=None: props.name  # type: ignore[assignment]
-    torch.cuda.current_device = lambda: 0  # type: ignore[assignment]
+    answers: dict[str, Any] = {
+        "get_device_properties": lambda device=None: props,
+        "get_device_capability": lambda device=None: capability,
+        "get_device_name": lambda device=None: props.name,
+        "current_device": lambda: 0,
+    }
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, answer)
     driver.set_active(Driver())
     backends["nvidia"].driver.is_active = staticmethod(lambda: True)
     for check in (has.has_triton, has.has_triton_package):
         check.cache_clear()
-    has.has_triton = lambda *_, **__: True  # type: ignore[assignment]
-    has.triton_hash_with_backend = lambda: "simulated"  # type: ignore[assignment]
-    scheduler.has_triton = lambda *_, **__: True  # type: ignore[attr-defined]
+    replaced: list[tuple[Any, str, Any]] = [
+        (has, "has_triton", lambda *_, **__: True),
+        (has, "triton_hash_with_backend", lambda: "simulated"),
+        (scheduler, "has_triton", lambda *_, **__: True),
+    ]
+    for module, name, answer in replaced:
+        setattr(module, name, answer)
     return [
         "c10's device guard for CUDA does nothing",
         "torch.cuda's and Inductor's device properties are those of the target's data sheet",

@@ -43,7 +43,7 @@ def _graph(piece: Piece, lowering: Lowering, world: script.World, note: Any) -> 
 def _compiled(piece: Piece, note: Any) -> dict[str, Any]:
     model = piece.alike or piece
     assert model.lowered is not None
-    plain = copy.deepcopy(model.lowered["graph"])
+    plain: dict[str, Any] = copy.deepcopy(model.lowered["graph"])
     plain["name"] = f"piece{piece.number}"
     at = {name: i for i, name in enumerate(model.placeholders)}
     for entry in plain["inputs"]:
@@ -131,7 +131,7 @@ def _eager(piece: Piece) -> dict[str, Any]:
 def _is_view(value: Any, base: Any) -> bool:
     if not isinstance(value, torch.Tensor) or not isinstance(base, torch.Tensor):
         return False
-    return value.untyped_storage()._cdata == base.untyped_storage()._cdata
+    return bool(value.untyped_storage()._cdata == base.untyped_storage()._cdata)
 
 
 def _call(node: Any, ref: Any) -> dict[str, Any]:
@@ -147,7 +147,8 @@ def _call(node: Any, ref: Any) -> dict[str, Any]:
         if pair[0] == "layer_name" and isinstance(pair[1], str):
             pair[1] = {"layer": pair[1]}
     present = {n for n, v in args if v is not None}
-    mutates = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write and a.name in present] if schema else []
+    written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write] if schema else []
+    mutates = [name for name in written if name in present]
     stack = [p for path, _ in (node.meta.get("nn_module_stack") or {}).values() if (p := script.relative_path(path)) is not None]
     outputs = [node.name] if isinstance(node.meta.get("example_value"), torch.Tensor) else []
     call = {"name": node.name, "kind": "extern", "outputs": outputs, "op": str(target), "args": args, "mutates": mutates,

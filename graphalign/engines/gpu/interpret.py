@@ -19,6 +19,7 @@ import re
 import sys
 import tempfile
 import traceback
+import types
 from pathlib import Path
 from typing import Any
 
@@ -142,14 +143,13 @@ def power_above(n: int) -> int:
 
 def split_arguments(text: str) -> list[str]:
     """Top-level arguments of a call."""
-    out, depth, at = [""], 0, 0
-    for at, c in enumerate(text):
+    out, depth = [""], 0
+    for c in text:
         if c == "," and depth == 0:
             out.append("")
             continue
         depth += (c in "([{") - (c in ")]}")
         out[-1] += c
-    del at
     return [x.strip() for x in out]
 
 
@@ -237,7 +237,7 @@ def wrapper_scope() -> dict[str, Any]:
     class Torch:
         """torch, with a device guard that does nothing."""
 
-        cuda = type("cuda", (), {"_DeviceGuard": staticmethod(lambda _: contextlib.nullcontext()), "set_device": staticmethod(lambda _: None)})
+        cuda = types.SimpleNamespace(_DeviceGuard=lambda _: contextlib.nullcontext(), set_device=lambda _: None)
 
         def __getattr__(self, name: str) -> Any:
             return getattr(torch, name)
@@ -252,7 +252,7 @@ def wrapper_scope() -> dict[str, Any]:
 def to_numpy(t: Any) -> Any:
     import torch
 
-    t = t.contiguous().reshape(-1)
+    t = t.contiguous().reshape(-1).clone()  # the wrapper will reuse the memory
     return t.view(torch.int16).numpy() if t.dtype in (torch.bfloat16, torch.float16) else t.numpy()
 
 

@@ -81,7 +81,6 @@ class PieceRecorder(script.Recorder):
             self.piece.lowered = {"graph": plain, "placeholder": reader.placeholder, "outputs": reader.outputs(),
                                   "prefix": (reader.frame.prefix if reader.frame else None) or ""}  # fmt: skip
 
-
     def _keep_source(self, result: Any) -> None:
         with self.guard("generated source"):
             wrapper = result[0] if isinstance(result, tuple) else result

@@ -125,7 +125,8 @@ def install(target: dict[str, Any], tensor_parallel: int, note: Any) -> list[str
                     selected_backend = candidate
                     break
                 if skipped:
-                    note(f"attention backend {selected_backend.name} stands for vLLM's first choice, not importable here: {'; '.join(skipped)}")
+                    chosen = selected_backend.name if selected_backend is not None else "none"
+                    note(f"attention backend {chosen} stands for vLLM's first choice, not importable here: {'; '.join(skipped)}")
             if selected_backend is None:
                 raise ValueError("none of vLLM's attention backends for this device can be imported")
             path = selected_backend.get_path()

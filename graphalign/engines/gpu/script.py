@@ -8,6 +8,7 @@ Request: that of `engine_script.py`, and `target` (see `targets.Target`), `entry
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -71,8 +72,6 @@ def capture(request: dict[str, Any]) -> dict[str, Any]:
             unknown.append(text)
 
     script.say(stage="start", fraction=0.05)
-    import torch
-
     tensor_parallel = int(request["engine_args"].get("tensor_parallel_size") or 1)
     stand_ins = platform_cuda.install(request["target"], tensor_parallel, note)
     stand_ins += device.install(request["target"])
@@ -100,15 +99,13 @@ def capture(request: dict[str, Any]) -> dict[str, Any]:
     recorder = pieces.PieceRecorder(world, request.get("keep_kernels"))
     recorder.install()
     lowering = pieces.Lowering(recorder, tokens)
-    with lowering.installed():
-        try:
-            model.run_forward(built, config, mode, tokens)
-        except pieces.Finished:
-            pass
+    with lowering.installed(), contextlib.suppress(pieces.Finished):
+        model.run_forward(built, config, mode, tokens)
     recorder.uninstall()
     lap("compile")
     if not lowering.pieces:
-        raise script.Refused("vLLM compiled no graph of the model", hint="leave out enforce_eager and compilation modes that switch Inductor off")
+        hint = "leave out enforce_eager and compilation modes that switch Inductor off"
+        raise script.Refused("vLLM compiled no graph of the model", hint=hint)
     found = graphs.assemble(lowering, world, note)
     recorder.graphs = found
     named = read_tables(world, recorder, tables)
@@ -139,7 +136,6 @@ def capture(request: dict[str, Any]) -> dict[str, Any]:
                   *world.notes, *recorder.notes],
         "timings": {k: round(v, 3) for k, v in timings.items()},
     }  # fmt: skip
-    assert torch is not None
     return {
         "format": "graphalign.inference",
         "version": 1,

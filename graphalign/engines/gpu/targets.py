@@ -52,7 +52,8 @@ def load_targets(rules: Path | None = None) -> dict[str, Target]:
                     raise BadInputError(f"target {key} is declared twice in rules/targets", where=path.name, hint="remove one")
                 found[key] = Target.model_validate({"key": key, **item})
         except (yaml.YAMLError, ValidationError, TypeError, AttributeError, OSError) as e:
-            raise BadInputError(f"bad rule file {path.name}", where=str(e)[:400], hint="see CONTRIBUTING.md for the form of a rule") from None
+            hint = "see CONTRIBUTING.md for the form of a rule"
+            raise BadInputError(f"bad rule file {path.name}", where=str(e)[:400], hint=hint) from None
     return found
 
 
