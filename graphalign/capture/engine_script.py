@@ -1563,7 +1563,9 @@ def capture(request: dict[str, Any]) -> dict[str, Any]:
         raise Refused(
             "the engine compiled no graph of the model",
             where="; ".join([f"compilation mode {mode}, enforce_eager={config.model_config.enforce_eager}", *recorder.notes[:5]]),
-            hint="leave out enforce_eager and compilation modes that switch Inductor off",
+            # vLLM turns its own kernels on wherever Inductor is off (custom_ops "all"; 0.32), and these are opaque
+            hint="leave out enforce_eager and compilation modes that switch Inductor off: without Inductor the engine runs its own "
+            "opaque kernels one by one, and a patch made from a compiled engine is not for it",
         )
     request["engine_model"] = world.model
     context = getattr(config.compilation_config, "static_forward_context", None) or {}

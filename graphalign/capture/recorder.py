@@ -21,10 +21,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from graphalign.capture.compiled import GeneratedCode, module_ids, rebase, trace_source
-from graphalign.capture.frames import SourceTable, caller
 from graphalign.capture.tensors import TensorTable
 from graphalign.errors import CaptureFailedError
+from graphalign.ir.compiled import GeneratedCode, module_ids, rebase, trace_source
+from graphalign.ir.frames import SourceTable, caller
 from graphalign.ir.training import Input, Node, Source, Value
 
 MAX_DATA = 1 << 20

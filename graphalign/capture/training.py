@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import inspect
-import json
 import os
 import platform
 import sys
@@ -18,10 +16,11 @@ import torch
 from torch import nn
 
 from graphalign.capture.attention import composite_attention, one_sequence
-from graphalign.capture.frames import file_digest, is_modeling_file, relative_file
 from graphalign.capture.recorder import record
 from graphalign.engines.trainer import build_trainer, parse_dtype
 from graphalign.errors import BadInputError, CaptureFailedError, GraphalignError
+from graphalign.ir.config import config_digest
+from graphalign.ir.frames import file_digest, is_modeling_file, relative_file
 from graphalign.ir.training import Header, TrainingGraph
 
 DEFAULT_POSITIONS = 2048
@@ -249,22 +248,6 @@ def regime(module: nn.Module, config: Any, *, autocast: str | None, grad: bool) 
 def _is_liger(m: nn.Module) -> bool:
     """Liger replaces classes, or only the `forward` of an instance or class."""
     return "liger_kernel" in type(m).__module__ or "liger_kernel" in (getattr(getattr(m, "forward", None), "__module__", "") or "")
-
-
-def config_digest(config: Any) -> str | None:
-    """SHA-256 of the config's canonical JSON, without private keys, paths and the Transformers version."""
-    to_dict = getattr(config, "to_dict", None)
-    if to_dict is None:
-        return None
-    skip = {"transformers_version", "name_or_path", "dtype", "torch_dtype"}  # dtype: it is the regime's, not the model's
-    plain = _public(to_dict(), skip)
-    return hashlib.sha256(json.dumps(plain, sort_keys=True, separators=(",", ":"), default=str).encode()).hexdigest()
-
-
-def _public(x: Any, skip: set[str]) -> Any:
-    if isinstance(x, dict):
-        return {str(k): _public(v, skip) for k, v in x.items() if not str(k).startswith("_") and k not in skip}
-    return [_public(y, skip) for y in x] if isinstance(x, list | tuple) else x
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:

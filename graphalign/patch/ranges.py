@@ -6,7 +6,6 @@ different places. Decode is where rollouts come from, so its range decides the s
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 
 from graphalign.ir.inference import Graph, InferenceGraph
@@ -18,18 +17,23 @@ MAX_LINES = 8
 def split_ranges(capture: InferenceGraph) -> list[tuple[int, InferenceGraph]]:
     """One capture per compile range, with the token count it was compiled for, fewest tokens (decode) first.
 
-    Two graphs that read the same parameters are one piece of the model in two ranges; graphs come in the order of compilation.
+    Two graphs that read the same parameters and layers are one piece of the model in two ranges; graphs come in the order of compilation.
     """
-    seen: Counter[frozenset[str]] = Counter()
-    ranges: dict[int, list[Graph]] = {}
-    for graph in capture.graphs:
-        parameters = frozenset(i.source for i in graph.inputs if i.role == "parameter" or (i.role == "other" and "." in i.source))
-        ranges.setdefault(seen[parameters] if parameters else 0, []).append(graph)
-        seen[parameters] += 1
-    if len(ranges) < 2:
+    pieces: dict[frozenset[str] | int, list[Graph]] = {}
+    for n, graph in enumerate(capture.graphs):
+        pieces.setdefault(_piece(graph) or n, []).append(graph)
+    count = max((len(p) for p in pieces.values()), default=0)
+    if count < 2:
         return [(_tokens(capture.graphs[0]) if capture.graphs else 0, capture)]
-    split = [(min(_tokens(g) for g in graphs), capture.model_copy(update={"graphs": tuple(graphs)})) for graphs in ranges.values()]
+    # a piece that was compiled less often (attention, compiled once for all ranges) belongs to the later ranges too
+    ranges = [tuple(p[min(k, len(p) - 1)] for p in pieces.values()) for k in range(count)]
+    split = [(min(_tokens(g) for g in graphs), capture.model_copy(update={"graphs": graphs})) for graphs in ranges]
     return sorted(split, key=lambda r: r[0])
+
+
+def _piece(graph: Graph) -> frozenset[str]:
+    """What tells the pieces of the model apart: the parameters and attention layers that a graph reads."""
+    return frozenset(i.source for i in graph.inputs if i.role in ("parameter", "layer") or (i.role == "other" and "." in i.source))
 
 
 def _tokens(graph: Graph) -> int:

@@ -82,7 +82,7 @@ class _Sketcher:
                 "labelloc": "t",
                 "labeljust": "l",
                 "pad": "0.2",
-                "bgcolor": "transparent",
+                "bgcolor": "#ffffff" if legend else "transparent",
                 "compound": "true",
                 "tooltip": " ",
             },
@@ -219,7 +219,7 @@ class _Sketcher:
             lines = wrap(v.op, 34)
             small = f"{v.count} engine ops" if v.id[0] == "i" else f"{len(v.op.split(' → '))} steps"
         else:
-            lines = wrap(v.label or v.op, 30)
+            lines = wrap(v.label or v.op, 34)
             other = self._other_layer(v)
             small = f"{shorten(v.op, 30)}{times}" + (f" · {shorten(v.place.split('/')[-1], 34)}" if v.place else "") + other
             small = f"residual sum{times}{other}" if v.kind == "sum" else small
@@ -246,7 +246,7 @@ class _Sketcher:
         color = (ROUNDED if a.roundings else UNROUNDED) if a.sites else ODD
         what = ", ".join(a.sites[:2]) + (f" +{len(a.sites) - 2}" if len(a.sites) > 2 else "") if a.sites else a.verdict
         filled = bool(a.roundings) and self._own(a)
-        label = f"<<B>{_text(what)}</B>  {'◆ ' if a.roundings else ''}{_text(formats(a.roundings))}>"
+        label = f"<<B>{_text(what)}</B>&#160;&#160; {'◆ ' if a.roundings else ''}{_text(formats(a.roundings))}>"
         if not self._own(a):
             label = f"<<FONT POINT-SIZE='8.5'>{_text(what)} {_text(formats(a.roundings))}</FONT>>"
         ident = f"{self.prefix}_{name}"

@@ -163,7 +163,7 @@ def _diagrams(report: Report, group: str, layer: int | None) -> Html:
     parts: list[Content] = [_legend()]
     try:
         for n, panel in enumerate(choose(drawing.panels, group, layer)):
-            parts.append(_figure(panel, n, evidence, opened=not panel.differs))
+            parts.append(_figure(panel, n, evidence, opened=not panel.differs and panel.layer is not None))
     except NoGraphvizError:
         return text(
             [

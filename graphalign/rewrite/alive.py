@@ -116,7 +116,9 @@ def _cause(compiled: bool, traced: bool) -> str:
         )
     from torch._dynamo.utils import counters
 
-    reasons: list[Any] = [k for kind, found in counters.items() if kind in ("unimplemented", "graph_break", "frames_skipped") for k in found]
+    reasons: list[Any] = [
+        k for kind, found in counters.items() if kind in ("unimplemented", "graph_break", "frames_skipped") for k in found
+    ]
     if torch._dynamo.config.suppress_errors:
         return "Dynamo ran the stock forward: torch._dynamo.config.suppress_errors hides a failed compilation; set it to False"
     return (

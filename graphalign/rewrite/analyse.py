@@ -15,10 +15,10 @@ import torch
 from torch import fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphalign.capture.compiled import _TRACE, module_ids, qualified_name
-from graphalign.capture.frames import is_modeling_file
 from graphalign.evaluate.aten import TRANSPARENT, base
+from graphalign.ir.compiled import _TRACE, module_ids, qualified_name
 from graphalign.ir.dataflow import LOW_PRECISION
+from graphalign.ir.frames import is_modeling_file
 
 DEAD = frozenset({"detach", "alias", "lift_fresh"})
 """Ops that autograd may add or leave out; the recorder drops them, so they are not counted."""

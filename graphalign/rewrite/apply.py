@@ -12,9 +12,9 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from graphalign.capture.frames import file_digest, relative_file
-from graphalign.capture.training import config_digest
 from graphalign.errors import PatchError, PatchNotLiveError
+from graphalign.ir.config import config_digest
+from graphalign.ir.frames import file_digest, relative_file
 from graphalign.patch.spec import PatchSpec, load
 from graphalign.rewrite.live import ORIGINAL, patched_class, root_class
 from graphalign.rewrite.trial import run_trial

@@ -73,7 +73,9 @@ def patched_class(cls: type[nn.Module], edits: Sequence[UnitEdit], dtype: torch.
                 _mark_entry(gm)
             result = rewrite(gm, _RUN.unit, edits)
         except Exception as e:
-            problems.append(e if isinstance(e, PatchError) else PatchError(f"{cls.__name__} could not be rewritten: {type(e).__name__}: {e}"))
+            problems.append(
+                e if isinstance(e, PatchError) else PatchError(f"{cls.__name__} could not be rewritten: {type(e).__name__}: {e}")
+            )
             raise problems[-1] from e
         done = [e.id for e in result.done]
         near.update(result.near)
@@ -95,7 +97,11 @@ def patched_class(cls: type[nn.Module], edits: Sequence[UnitEdit], dtype: torch.
         # a code object of its own, so that Dynamo's cache is not shared between patched classes
         code = graphalign_forward.__code__.replace(co_name=f"graphalign_{cls.__name__}")
         own = types.FunctionType(
-            code, graphalign_forward.__globals__, graphalign_forward.__name__, graphalign_forward.__defaults__, graphalign_forward.__closure__
+            code,
+            graphalign_forward.__globals__,
+            graphalign_forward.__name__,
+            graphalign_forward.__defaults__,
+            graphalign_forward.__closure__,
         )
         # recompile_limit and isolate_recompiles are in torch 2.13 but not in its stubs
         options: dict[str, Any] = {"recompile_limit": RECOMPILE_LIMIT, "isolate_recompiles": True}
@@ -208,7 +214,9 @@ def _find(names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return None, None
 
 
-def _narrow(names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _narrow(
+    names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     where, x = _find(names, args, kwargs)
     if where is None or x is None:
         return args, kwargs

@@ -44,7 +44,7 @@ def draw(al: Alignment, ends: Ends, findings: Iterable[Finding], sites: dict[tup
         ranked = sorted(kinds.values(), key=lambda same: (same[0].layer is None, -len(same), same[0].layer or 0))
         for n, same in enumerate(ranked):
             layers = tuple(sorted(p.layer for p in same if p.layer is not None))
-            differs = _differs(same[0], ranked[0][0]) if n else ""
+            differs = _differs(same[0], ranked[0][0]) if n and same[0].layer is not None else ""
             if n < MOST_KINDS or same[0].layer is None:
                 panels.append(same[0].model_copy(update={"layers": layers, "differs": differs}))
             else:
@@ -90,8 +90,6 @@ def _signature(panel: Panel) -> Any:
 
 def _differs(panel: Panel, first: Panel) -> str:
     """How a kind of layer differs from the most frequent one, in words."""
-    if panel.layer is None:
-        return "outside the layers"
     mine, theirs = ({s for a in p.arrows for s in a.sites if not p.group or s.startswith(f"{p.group}.")} for p in (panel, first))
     parts = [f"{word} {', '.join(sorted(s, key=_number))}" for word, s in (("without", theirs - mine), ("with", mine - theirs)) if s]
     if not parts:

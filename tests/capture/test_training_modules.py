@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from graphalign.capture.compiled import qualified_name, rebase
 from graphalign.capture.recorder import anchor_scope, record
 from graphalign.capture.training import capture_training, record_forward, spread_ids, spread_positions
 from graphalign.errors import BadInputError, CaptureFailedError
+from graphalign.ir.compiled import qualified_name, rebase
 
 
 class Own(nn.Module):

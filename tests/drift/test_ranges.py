@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graphalign.ir.inference import Graph, InferenceGraph
+from graphalign.ir.inference import Graph, InferenceGraph, Input
 from graphalign.patch.ranges import decode_range, split_ranges
 from graphalign.rules import rules_dir
 from tests.drift.data import capture
@@ -31,6 +31,14 @@ def test_the_decode_range_decides_and_others_are_reported() -> None:
     assert notes[0] == "2 compile ranges; the one of 16 tokens (decode) decides about sites"
     assert notes[1].startswith("the range of 8192 tokens rounds differently on ")
     assert any("unrounded in decode, bfloat16 there" in n for n in notes)
+
+
+def test_pieces_that_all_ranges_share_are_in_each() -> None:
+    both = ranges(prefill="qwen3.casts", decode="qwen3")
+    layer = Input(name="layer", role="layer", source="model.layers.0.self_attn.attn")
+    shared = Graph(name="attention", inputs=(layer,), buffers=(), kernels=(), outputs=(), symbols={"s72": 8192}, tokens="s72")
+    split = split_ranges(both.model_copy(update={"graphs": (both.graphs[0], shared, *both.graphs[1:])}))
+    assert [(tokens, [g.name for g in c.graphs][1:]) for tokens, c in split] == [(16, ["attention"]), (8192, ["attention"])]
 
 
 def test_ranges_that_differ_in_kernels_only_round_alike() -> None:

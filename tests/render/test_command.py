@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ import graphalign.cli_render  # noqa: F401  (registers the command)
 from graphalign.cli import app
 from graphalign.ir.files import write_json
 from tests.fixtures.recorded import report
+from tests.render import needs
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +39,8 @@ def test_text_by_default(sites: Path, tmp_path: Path) -> None:
     assert (tmp_path / "diff.txt").read_text() == printed
 
 
+@needs.dot
 def test_every_form(sites: Path, tmp_path: Path) -> None:
-    assert shutil.which("dot"), "apt-get install graphviz"
     for name, start in (("diff.svg", "<svg "), ("diff.dot", "digraph graphalign"), ("report.html", "<!doctype html>")):
         assert run(sites, "-o", tmp_path / name, "--group", "rope")[0].strip() == str(tmp_path / name)
         text = (tmp_path / name).read_text()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -13,6 +12,7 @@ from graphalign.render.dot import SVG, draw_svg
 from graphalign.render.page import site_evidence
 from graphalign.sites.drawing import Panel
 from tests.fixtures.recorded import EXAMPLES, report
+from tests.render import needs
 
 A4 = (297 - 20) / 25.4 * 72, (210 - 20) / 25.4 * 72
 """Points of a landscape page inside its margins."""
@@ -29,7 +29,6 @@ def rope() -> Panel:
 
 
 def svg(panel: Panel) -> ET.Element:
-    assert shutil.which("dot"), "apt-get install graphviz"
     return draw_svg(sketch(panel, title=caption(panel), evidence=site_evidence(report("qwen3"))))
 
 
@@ -54,6 +53,7 @@ def test_a_site_is_filled_where_it_is_rounded() -> None:
         assert sorted("BF16" in n for n in nodes) == [False, True]
 
 
+@needs.dot
 def test_sites_and_partners_are_at_the_same_height() -> None:
     drawn = svg(rope())
     heights: dict[str, set[str]] = {}
@@ -67,6 +67,7 @@ def test_sites_and_partners_are_at_the_same_height() -> None:
     assert all(len(ys) == 1 for ys in heights.values()), heights
 
 
+@needs.dot
 def test_training_is_left() -> None:
     x: dict[str, list[float]] = {"t": [], "i": []}
     for g in svg(rope()).iter(f"{{{SVG}}}g"):
@@ -76,12 +77,14 @@ def test_training_is_left() -> None:
     assert max(x["t"]) < min(x["i"])
 
 
+@needs.dot
 def test_hover_says_source_line_and_evidence() -> None:
     titles = [t.text or "" for t in svg(rope()).iter(f"{{{SVG}}}title")]
     assert any("rope.1: trainer rounds to BF16" in t and "modeling_qwen3.py:160" in t and "in registers" in t for t in titles)
     assert any("rotary_embedding/common.py" in t and "kernel cpp_fused" in t for t in titles)
 
 
+@needs.dot
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_group_is_readable_on_a4(name: str) -> None:
     for panel in panels(name):
@@ -98,6 +101,7 @@ def test_colours_differ_from_the_page_and_in_grey_by_line() -> None:
         assert contrast > 3, f"{color} on white"
 
 
+@needs.dot
 def test_only_shapes_and_text() -> None:
     tags = {e.tag.rpartition("}")[2] for e in svg(rope()).iter()}
     assert tags <= {"svg", "g", "path", "polygon", "polyline", "ellipse", "text", "title"}

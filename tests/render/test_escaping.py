@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import html.parser
-import shutil
 import xml.etree.ElementTree as ET
 from collections import Counter
 from pathlib import Path
@@ -19,6 +18,7 @@ from graphalign.render.page import render_page, site_evidence
 from graphalign.render.textdiff import render_text
 from graphalign.sites.report import Report
 from tests.fixtures.recorded import report
+from tests.render import needs
 from tests.render.browser import Browser
 from tests.render.hostile import CONTROL, PAYLOAD, poison
 
@@ -88,7 +88,7 @@ def test_the_search_still_works_on_hostile_names(browser: Browser, tmp_path: Pat
     assert browser.js("document.getElementById('count').textContent") == "22 of 22 sites"
 
 
-@pytest.mark.skipif(not shutil.which("dot"), reason="no dot in PATH: apt-get install graphviz")
+@needs.dot
 def test_diagrams_hold_the_payload_as_text() -> None:
     r = hostile()
     assert r.drawing is not None

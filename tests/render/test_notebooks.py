@@ -9,6 +9,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from tests.render import needs
+
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NAMES = ("01_new_architecture", "02_after_a_vllm_bump", "03_render_a_diff")
 SECONDS = 120
@@ -23,6 +25,7 @@ def outputs(notebook: nbformat.NotebookNode) -> list[str]:
     return found
 
 
+@needs.dot
 @pytest.mark.parametrize("name", NAMES)
 def test_a_notebook_runs_and_says_the_same(name: str) -> None:
     committed = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)

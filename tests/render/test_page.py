@@ -9,9 +9,13 @@ import pytest
 
 from graphalign.render.page import render_page
 from tests.fixtures.recorded import report
+from tests.render import needs
 from tests.render.browser import Browser
 
 SHOWN = "[...document.querySelectorAll('#sites tbody tr')].filter(r => !r.hidden).map(r => r.querySelector('a').textContent)"
+
+
+pytestmark = needs.dot
 
 
 @pytest.fixture

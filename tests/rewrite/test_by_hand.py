@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-import graphalign
 from tests.rewrite.tiny import build, by_hand, patch, tokens
 
 
@@ -87,7 +86,9 @@ def test_cache_prefill_and_decode() -> None:
         for step in (x, tokens(2, 1, seed=2), tokens(2, 1, seed=3), tokens(2, 3, seed=4)):
             a, b = (m(step, past_key_values=c, use_cache=True).logits for m, c in zip((model, hand), caches, strict=True))
             assert torch.equal(a, b)
-    assert all(torch.equal(u.keys, v.keys) and u.keys.dtype == torch.bfloat16 for u, v in zip(caches[0].layers, caches[1].layers, strict=True))
+    assert all(
+        torch.equal(u.keys, v.keys) and u.keys.dtype == torch.bfloat16 for u, v in zip(caches[0].layers, caches[1].layers, strict=True)
+    )
 
 
 def test_generate() -> None:

@@ -14,7 +14,6 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-import graphalign
 import graphalign.rewrite.live as live
 from graphalign.errors import PatchNotLiveError
 from tests.rewrite.tiny import build, by_hand, patch, tokens
@@ -113,7 +112,9 @@ def test_disabled_caller_is_live() -> None:
     assert torch.equal(torch._dynamo.disable(logits)(model), want)
 
 
-@pytest.mark.parametrize(("variable", "message"), [("TORCH_COMPILE_DISABLE", "is disabled"), ("TORCHDYNAMO_DISABLE", "TORCHDYNAMO_DISABLE")])
+@pytest.mark.parametrize(
+    ("variable", "message"), [("TORCH_COMPILE_DISABLE", "is disabled"), ("TORCHDYNAMO_DISABLE", "TORCHDYNAMO_DISABLE")]
+)
 def test_disabled_by_environment(variable: str, message: str) -> None:
     code = (
         "import graphalign, torch; from graphalign.errors import PatchNotLiveError; from tests.rewrite.tiny import *\n"

@@ -47,7 +47,12 @@ def test_other_architecture() -> None:
         "this model's layers are from",
         "transformers/models/llama/modeling_llama.py",
     )
-    refused(nn.Sequential(nn.Linear(2, 2)), spec_for(2), "does not have the modules that the patch is for: ", "make a patch for this architecture")
+    refused(
+        nn.Sequential(nn.Linear(2, 2)),
+        spec_for(2),
+        "does not have the modules that the patch is for: ",
+        "make a patch for this architecture",
+    )
 
 
 def test_other_number_of_layers() -> None:
@@ -61,7 +66,9 @@ def test_two_places() -> None:
 
 
 def test_other_dtype() -> None:
-    refused(build(2, dtype=torch.float32), spec_for(2), "has float32 parameters; the patch is for bfloat16 ones", "make a patch for this regime")
+    refused(
+        build(2, dtype=torch.float32), spec_for(2), "has float32 parameters; the patch is for bfloat16 ones", "make a patch for this regime"
+    )
 
 
 def test_other_implementation_of_a_module() -> None:
@@ -112,7 +119,10 @@ def test_unknown_function() -> None:
     [
         (edited({"ordinal": 3}), ("swiglu: mlp.mul#3", "nearest: mlp.mul#0 down_proj = self.down_proj")),
         (edited({"op": "exp"}), ("swiglu: mlp.exp#0", "nearest: mlp.")),
-        (edited({"text": "completely_different(words)"}), ("is another expression here", "completely_different(words)", "nearest: mlp.mul#0")),
+        (
+            edited({"text": "completely_different(words)"}),
+            ("is another expression here", "completely_different(words)", "nearest: mlp.mul#0"),
+        ),
         (
             edited({"op": "add", "text": ""}, end="producer"),
             ("is not computed by mlp.act_fn.add#0", "it is computed by: mlp.act_fn.silu#0 in SiLUActivation.forward"),

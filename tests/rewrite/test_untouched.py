@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import graphalign
 from graphalign.errors import PatchError
 from tests.rewrite.tiny import build, by_hand, patch, tokens
 

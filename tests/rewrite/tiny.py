@@ -14,7 +14,7 @@ from transformers.models.qwen3 import modeling_qwen3 as q
 
 import graphalign
 from graphalign import Patched
-from graphalign.capture.training import config_digest
+from graphalign.ir.config import config_digest
 from graphalign.patch.spec import Edit, Group, PatchSpec, load
 
 DATA = Path(__file__).parent / "data"
@@ -37,13 +37,17 @@ def spec_for(layers: int, groups: Iterable[str] | None = None) -> PatchSpec:
         end |= {f"1-{last}": "1", f"0-{last - 1}": "0"}
 
     def cut(e: Edit) -> Edit:
-        return e.model_copy(update={"layers": end.get(e.layers, e.layers), "producer_layers": end.get(e.producer_layers, e.producer_layers)})
+        return e.model_copy(
+            update={"layers": end.get(e.layers, e.layers), "producer_layers": end.get(e.producer_layers, e.producer_layers)}
+        )
 
     wanted = None if groups is None else set(groups)
     chosen = tuple(
         Group(name=g.name, edits=tuple(cut(e) for e in g.edits)) for g in spec.groups if wanted is None or g.name in wanted
     )  # fmt: skip
-    return spec.model_copy(update={"groups": chosen, "model": {**spec.model, "layers": layers, "config_digest": config_digest(config(layers))}})
+    return spec.model_copy(
+        update={"groups": chosen, "model": {**spec.model, "layers": layers, "config_digest": config_digest(config(layers))}}
+    )
 
 
 def config(layers: int = 3) -> Qwen3Config:
