@@ -145,9 +145,9 @@ def find(
     rules: Rules = None,
     baseline: Annotated[
         Path | None,
-        typer.Option(metavar="PATCH", help="An older patch.yaml of this model: also say what moved since, and exit with 5 if anything did."),
+        typer.Option(metavar="PATCH", help="An older patch.yaml of this model: say what moved since, and exit with 5 if anything did."),
     ] = None,
-    page: Annotated[bool, typer.Option("--report/--no-report", help="Write report.html too: the result with diagrams, for a reviewer.")] = True,
+    page: Annotated[bool, typer.Option("--report/--no-report", help="Also write report.html, with diagrams.")] = True,
 ) -> None:
     """Capture both sides of a model, align them, and say where rounding moved.
 
@@ -164,8 +164,8 @@ def find(
       graphalign find ./my-model --out out/v31 --vllm-python /envs/vllm-0.31/bin/python --baseline patch.yaml
     """
     from graphalign.cli_drift import MOVED, end_find, read_baseline
-    from graphalign.cli_targets import check_map
     from graphalign.cli_render import write_report
+    from graphalign.cli_targets import check_map
     from graphalign.ir.files import write_json
     from graphalign.rules import rules_dir
 
@@ -225,9 +225,7 @@ def capture_inference_command(
     console.require_output(output)
     console.require_packages(*(() if vllm_python else ("vllm",)))
     with console.Stages() as stages:
-        graph = _capture_inference(
-            stages, model, output, vllm_python, arguments, layers, weights, timeout, target, entry, keep_kernels
-        )
+        graph = _capture_inference(stages, model, output, vllm_python, arguments, layers, weights, timeout, target, entry, keep_kernels)
     kernels = sum(len(g.kernels) for g in graph.graphs)
     print(f"{output}: {len(graph.graphs)} graph(s), {kernels} kernels, {len(graph.bodies)} different loop bodies")
 

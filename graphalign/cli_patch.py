@@ -142,21 +142,37 @@ def check(
         recorded = Path(work) / "values"
         tokens = [t % _vocabulary(folder) for t in PROMPT]
         inference = capture_inference(
-            folder, Path(work) / "inference.json.gz", python=vllm_python, engine_args=arguments, layers=layers, timeout=timeout, progress=stages,
+            folder,
+            Path(work) / "inference.json.gz",
+            python=vllm_python,
+            engine_args=arguments,
+            layers=layers,
+            timeout=timeout,
+            progress=stages,
             values={"tokens": tokens, "out": recorded} if real else None,
-            target=str(spec.target.get("key", "cpu")), entry=spec.target.get("entry", "llm"),
-        )  # fmt: skip
+            target=str(spec.target.get("key", "cpu")),
+            entry=spec.target.get("entry", "llm"),
+        )
         stages.start("check")("build the model")
         trainer = _build(model, spec, layers)
         proof = prove(
-            trainer, spec, inference, lambda m: record_forward(m, autocast=spec.regime.get("autocast")),
-            read_values(recorded, inference) if real else None, rules=rules,
-            skipped="" if real else WHY_SIMULATED if spec.simulated else WHY_NO_WEIGHTS, progress=stages,
-        )  # fmt: skip
+            trainer,
+            spec,
+            inference,
+            lambda m: record_forward(m, autocast=spec.regime.get("autocast")),
+            read_values(recorded, inference) if real else None,
+            rules=rules,
+            skipped="" if real else WHY_SIMULATED if spec.simulated else WHY_NO_WEIGHTS,
+            progress=stages,
+        )
     render_proof(proof, console.output())
     if output is not None:
-        figures = {"sites": {"stock": proof.stock.sites, "patched": proof.patched.sites}, "edges": proof.edges, "problems": proof.problems,
-                   "replay": {k: vars(v) for k, v in proof.summaries.items()}}  # fmt: skip
+        figures = {
+            "sites": {"stock": proof.stock.sites, "patched": proof.patched.sites},
+            "edges": proof.edges,
+            "problems": proof.problems,
+            "replay": {k: vars(v) for k, v in proof.summaries.items()},
+        }
         write_bytes(output, json.dumps(figures, indent=1).encode())
     if proof.problems:
         raise typer.Exit(NOT_PROVEN)

@@ -1,10 +1,11 @@
-"""The command `graphalign targets`: where inference can be said to run; and what `find` does only for simulated ones."""
+"""The commands about targets, `graphalign targets | compare`; and what `find` does only for simulated ones."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+import typer
 from rich.table import Table
 
 from graphalign import console
@@ -56,3 +57,42 @@ def check_map(report: Report, stages: console.Stages, inference: InferenceGraph,
     skipped = tuple(f"not checked against its kernel: {name}, {why}" for name, why in dict.fromkeys(found.skipped))
     checked = {"kernels": len(found.kernels), "worst": worst, "skipped": len(found.skipped)}
     return report.model_copy(update={"notes": (said, *skipped, *report.notes), "stats": {**report.stats, "kernels": checked}})
+
+
+@app.command("compare")
+def compare_command(
+    first: Annotated[Path, typer.Argument(metavar="SITES", help="A sites file for one target.")],
+    second: Annotated[Path, typer.Argument(metavar="SITES", help="A sites file of the same trainer for another target.")],
+) -> None:
+    """Say what differs between two targets of one model.
+
+    Example:
+
+      graphalign compare out/cpu/sites.json out/h100/sites.json
+    """
+    from rich import box
+    from rich.text import Text
+
+    from graphalign.ir.files import read_json
+    from graphalign.sites.between import compare_targets
+    from graphalign.sites.report import Report
+    from graphalign.sites.table import describe, ranges
+
+    found = compare_targets(read_json(first, Report, kind="sites file"), read_json(second, Report, kind="sites file"))
+    a, b = found.names
+    out = console.output()
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("group", f"edges on {a}", f"on {b}"):
+        table.add_column(name, justify="left" if name == "group" else "right")
+    for group, left, right in found.groups:
+        table.add_row(group, str(left), Text(str(right), style="bold" if left != right else ""))
+    out.print(table)
+    for m in found.moves:
+        for here, there, layers, outside in ((a, b, m.first, m.outside[0]), (b, a, m.second, m.outside[1])):
+            where = " and ".join(x for x in (f"layers {ranges(layers)}" if layers else "", "outside of layers" if outside else "") if x)
+            if where:
+                does = "stays in FP32" if m.kind == "keep" else "is rounded"
+                what = f"{m.group}: {describe(m.producer, m.consumer)} {does} on {here}, not on {there} ({where})"
+                out.print(Text(what), soft_wrap=True)
+    if not found.moves:
+        out.print(f"{a} and {b} round at the same places")

@@ -287,4 +287,5 @@ def text(flow: Dataflow, finding: Finding) -> str:
     """One line for a finding."""
     p, c = flow.ops[finding.producer], flow.ops[finding.consumer]
     inference = "?" if finding.inference is None else _show(finding.inference)
-    return f"{finding.verdict:12} {p.module}:{p.target} → {c.module}:{c.target}[{finding.slot}]  {_show(finding.training)} | {inference}  {finding.reason}"
+    edge = f"{p.module}:{p.target} → {c.module}:{c.target}[{finding.slot}]"
+    return f"{finding.verdict:12} {edge}  {_show(finding.training)} | {inference}  {finding.reason}"

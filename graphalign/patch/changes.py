@@ -245,20 +245,19 @@ IRRELEVANT = {"amx", "device", "simulated"}
 def settings(old: Snapshot, new: Snapshot) -> Iterator[Item]:
     """Compile settings and the parts of the target that a version may move.
 
-    A setting that only one version knows and that is off there is no drift: every release adds such options.
+    A setting that only one version knows and that is off there is no drift: every release adds such options. Nor is another way to say off.
     """
     a, b = ({**_flat(s.compile, ""), **_flat({k: v for k, v in s.target.items() if k not in IRRELEVANT}, "target.")} for s in (old, new))
     quiet = []
     for name in sorted({*a, *b}):
-        if name in a and name in b:
-            if a[name] != b[name]:
-                yield _item("setting", "changed", name, str(a[name]), str(b[name]))
-        elif _off(a.get(name, b.get(name))):
-            quiet.append(name)
-        else:
+        if _off(a.get(name)) and _off(b.get(name)):
+            quiet += [name] if a.get(name, name) != b.get(name, name) else []
+        elif name not in a or name not in b:
             yield _item("setting", "appeared" if name in b else "vanished", name, str(a.get(name, "")), str(b.get(name, "")))
+        elif a[name] != b[name]:
+            yield _item("setting", "changed", name, str(a[name]), str(b[name]))
     if quiet:
-        yield _item("note", "changed", f"settings that only one of the two knows, and that are off: {', '.join(quiet)}")
+        yield _item("note", "changed", f"settings that are off in both, or off in one and unknown to the other: {', '.join(quiet)}")
     for package in sorted({*old.versions, *new.versions}):
         if old.versions.get(package) != new.versions.get(package):
             yield _item("note", "changed", f"version of {package}", old.versions.get(package, "none"), new.versions.get(package, "none"))

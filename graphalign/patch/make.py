@@ -82,8 +82,15 @@ def _edit(site: Site, wanted: set[int] | None) -> Edit | None:
     layers = tuple(c for c, _ in pairs)
     producers = tuple(p for _, p in pairs if p is not None) if site.layers else site.producer_layers
     fmt = site.training[-1] if site.kind == "keep" else site.inference[-1]
-    return Edit(kind=site.kind, format=fmt, producer=key_of(site.producer), consumer=key_of(site.consumer), operand=site.consumer.operand or 0,
-                layers=ranges(layers), producer_layers=ranges(producers))  # fmt: skip
+    return Edit(
+        kind=site.kind,
+        format=fmt,
+        producer=key_of(site.producer),
+        consumer=key_of(site.consumer),
+        operand=site.consumer.operand or 0,
+        layers=ranges(layers),
+        producer_layers=ranges(producers),
+    )
 
 
 def key_of(end: End) -> Key:

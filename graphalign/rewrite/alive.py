@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch._dynamo import eval_frame
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _len_torch_dispatch_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from graphalign.errors import PatchNotLiveError
 from graphalign.rewrite.units import UnitEdit
@@ -37,8 +37,8 @@ def refuse_dead(cls: type, autocast: str | None, device: str) -> None:
             )
     if torch._dynamo.config.disable:
         _fail(cls, "torch.compile is disabled", "unset TORCH_COMPILE_DISABLE, or set torch._dynamo.config.disable = False")
-    if _len_torch_dispatch_stack():  # type: ignore[no-untyped-call]
-        for mode in _get_current_dispatch_mode_stack():  # type: ignore[no-untyped-call]
+    if torch._C._len_torch_dispatch_stack():
+        for mode in _get_current_dispatch_mode_stack():
             if not type(mode).ignore_compile_internals():
                 _fail(
                     cls,
@@ -49,9 +49,10 @@ def refuse_dead(cls: type, autocast: str | None, device: str) -> None:
     if enabled or autocast is not None:
         active = str(torch.get_autocast_dtype(device)).removeprefix("torch.") if enabled else None
         if active != autocast:
+            here, wanted = (f"on ({x})" if x else "off" for x in (active, autocast))
             _fail(
                 cls,
-                f"autocast is {f'on ({active})' if active else 'off'}, the patch is for autocast {f'on ({autocast})' if autocast else 'off'}",
+                f"autocast is {here}, the patch is for autocast {wanted}",
                 "make a patch for this regime: `graphalign find` with the autocast that training uses",
             )
 
@@ -111,8 +112,8 @@ def _cause(compiled: bool, traced: bool) -> str:
         return "torch.compile was disabled when the patch was applied: unset TORCHDYNAMO_DISABLE and apply it again"
     if traced:
         return (
-            "the module no longer runs the code that the patch is for: a submodule, method or kernel was replaced after the patch was made; "
-            "undo that, or regenerate the patch with `graphalign find`"
+            "the module no longer runs the code that the patch is for: a submodule, method or kernel was replaced after the patch "
+            "was made; undo that, or regenerate the patch with `graphalign find`"
         )
     from torch._dynamo.utils import counters
 

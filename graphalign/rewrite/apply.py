@@ -150,7 +150,7 @@ def _refuse_compiled(units: dict[str, nn.Module]) -> None:
                 raise PatchError(
                     f"{f'{name}.{inner}'.rstrip('.')} is compiled already",
                     where="its compile() was called",
-                    hint="apply the patch before compile(), and compile the whole model: patched layers run op by op, so that roundings stay",
+                    hint="apply the patch before compile(), and compile the whole model: patched layers run op by op, so roundings stay",
                 )
 
 
@@ -170,7 +170,8 @@ def _refuse_stale(model: nn.Module, units: dict[str, nn.Module], spec: PatchSpec
         )
     if differ:
         problems.append(
-            f"{', '.join(sorted(differ))}: not the code that the patch was made with (transformers {spec.versions.get('transformers', '?')})"
+            f"{', '.join(sorted(differ))}: not the code that the patch was made with "
+            f"(transformers {spec.versions.get('transformers', '?')})"
         )
     problems += _other_model(model, spec)
     if not problems:
@@ -238,7 +239,7 @@ def _check_edit(name: str, unit: nn.Module, edit: UnitEdit) -> None:
         if defined is None:
             raise PatchError(
                 f"{name}.{key.module} is a {type(module).__name__}, the patch is for {owner}", where=f"needed for {key.text}",
-                hint="another implementation of this module was swapped in (a kernel, Liger, an adapter); make a patch for the model as it is",
+                hint="another implementation of this module was swapped in (a kernel, Liger, an adapter); make a patch for this model",
             )  # fmt: skip
         actual = inspect.unwrap(getattr(type(module), method, None) or (lambda: None))
         if getattr(actual, "__qualname__", key.function) != key.function and not key.function.startswith(

@@ -108,7 +108,8 @@ class _Rewriter:
         line, text = "".join(self.info[node].text.split()), "".join(key.text.split())
         if line and text and text not in line and line not in text and not _overlap(line, text):
             raise PatchError(
-                f"the op that the patch names is another expression here: {key.text!r}", where=f"{_show(key)} runs {self.info[node].text!r}",
+                f"the op that the patch names is another expression here: {key.text!r}",
+                where=f"{_show(key)} runs {self.info[node].text!r}",
                 hint="nearest: " + near if (near := self._nearest(key)) else "",
             )  # fmt: skip
         if self.info[node].compute is None and key.op not in {k.op for k in self.info[node].ops}:

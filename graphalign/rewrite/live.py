@@ -7,7 +7,8 @@ import inspect
 import threading
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ class _Running(threading.local):
     """Rewritten graphs run, ever."""
     entered: int = 0
     """Patched forwards entered, ever."""
+    evaluate: Callable[[torch.fx.GraphModule, tuple[Any, ...]], Any] | None = None
+    """Runs a rewritten graph in place of its own code; see `evaluated_by`."""
     units: set[int] | None = None
     """Units that ran since the model around them was called."""
 
@@ -43,6 +46,16 @@ class _Running(threading.local):
 
 
 _RUN = _Running()
+
+
+@contextmanager
+def evaluated_by(evaluate: Callable[[torch.fx.GraphModule, tuple[Any, ...]], Any]) -> Iterator[None]:
+    """Within the block this thread's rewritten graphs are run by `evaluate(graph, arguments)`."""
+    outer, _RUN.evaluate = _RUN.evaluate, evaluate
+    try:
+        yield
+    finally:
+        _RUN.evaluate = outer
 
 
 def entry_cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -84,7 +97,7 @@ def patched_class(cls: type[nn.Module], edits: Sequence[UnitEdit], dtype: torch.
         def run(*args: Any) -> Any:
             _RUN.graphs += 1
             _RUN.edits += done
-            return forward(*args)
+            return forward(*args) if _RUN.evaluate is None else _RUN.evaluate(gm, args)
 
         return run
 
@@ -194,8 +207,9 @@ def _subclass(cls: type[nn.Module], methods: dict[str, Callable[..., Any]]) -> t
         "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, ORIGINAL: cls,
     }  # fmt: skip
     for name, method in methods.items():
-        body[name] = torch._dynamo.disable(method, recursive=False)
-    return type(cls)(cls.__name__, (cls,), body)
+        body[name] = torch._dynamo.disable(method, recursive=False)  # type: ignore[no-untyped-call]
+    made: type[nn.Module] = types.new_class(cls.__name__, (cls,), exec_body=lambda namespace: namespace.update(body))
+    return made
 
 
 def _plain(x: Any) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 from graphalign.align.align import Alignment, Pair, Progress, align, prepare
 from graphalign.align.anchors import compare_anchors
 from graphalign.align.check import EXACT, Check, Edit, check
-from graphalign.align.edges import Comparison, Finding, compare, text
+from graphalign.align.edges import Comparison, Finding, compare
 from graphalign.ir.dataflow import Op
 from graphalign.ir.inference import InferenceGraph
 from graphalign.ir.training import TrainingGraph
@@ -21,7 +21,8 @@ from graphalign.sites.diagram_data import draw
 from graphalign.sites.divergence import Divergence, Parting, explained, find_misplaced, find_partings, label
 from graphalign.sites.ends import Ends, layer_of, pattern_of
 from graphalign.sites.groups import Namer, load_group_rules
-from graphalign.sites.report import Entry, Evidence, Group, NodeStatus, Report, Site
+from graphalign.sites.nodes import statuses
+from graphalign.sites.report import Entry, Evidence, Group, Report, Site
 
 
 def diff(inference: InferenceGraph, training: TrainingGraph, *, rules: Path | None = None, progress: Progress | None = None) -> Report:
@@ -131,7 +132,7 @@ class _Builder:
                 ]
             ),
             stats=self._stats(groups, seconds),
-            nodes=self._nodes(),
+            nodes=statuses(self.al, self.comparison, self._where),
             notes=tuple(header.notes) + tuple(self.training.header.notes) + self._table_notes(),
             drawing=draw(self.al, self.ends, self.comparison.findings, self.site_of),
         )
@@ -157,9 +158,20 @@ class _Builder:
             findings.sort(key=lambda f: layer_of(self.t.ops[f.consumer].module) or 0)
             layers = tuple(n for f in findings if (n := layer_of(self.t.ops[f.consumer].module)) is not None)
             producers = tuple(n for f in findings if (n := layer_of(self.t.ops[f.producer].module)) is not None)
-            site = Site(id=f"{name}.{len(named[name]) + 1}", kind=kind, producer=p, consumer=c, training=training, inference=inference, layers=layers, producer_layers=producers,
-                        evidence=self._evidence(findings), effect=sum(s.share for s in shares) / len(shares),
-                        reaches=tuple(dict.fromkeys(pattern_of(r) for s in shares for r in s.changed)), count=len(findings))  # fmt: skip
+            site = Site(
+                id=f"{name}.{len(named[name]) + 1}",
+                kind=kind,
+                producer=p,
+                consumer=c,
+                training=training,
+                inference=inference,
+                layers=layers,
+                producer_layers=producers,
+                evidence=self._evidence(findings),
+                effect=sum(s.share for s in shares) / len(shares),
+                reaches=tuple(dict.fromkeys(pattern_of(r) for s in shares for r in s.changed)),
+                count=len(findings),
+            )
             named[name].append(site)
             self.site_of.update({(f.consumer, f.slot, f.producer): site.id for f in findings})
         out = []
@@ -256,8 +268,16 @@ class _Builder:
         for key, share in self.check.patched.items():
             if share < EXACT and key not in parted and key[0] not in self.divergence.behind and not explained(self.al, key, bad):
                 op = self.t.ops[key[0]]
-                out.append(Entry(side="both", what=f"operand {key[1]} of {op.target}", where=self._where("training", op), names=(op.name,), layers=_layers([op]),
-                                 reason=f"with all sites applied {1 - share:.2%} of its elements still differ from the engine's"))  # fmt: skip
+                out.append(
+                    Entry(
+                        side="both",
+                        what=f"operand {key[1]} of {op.target}",
+                        where=self._where("training", op),
+                        names=(op.name,),
+                        layers=_layers([op]),
+                        reason=f"with all sites applied {1 - share:.2%} of its elements still differ from the engine's",
+                    )
+                )
         for key, why in self.check.uncompared.items():
             op = self.t.ops[key[0]]
             if key not in parted and key[0] not in self.divergence.inside:
@@ -349,43 +369,6 @@ class _Builder:
             "seconds": {k: round(v, 3) for k, v in seconds.items()},
         }
 
-    def _nodes(self) -> tuple[NodeStatus, ...]:
-        by_consumer: dict[int, list[Finding]] = defaultdict(list)
-        for f in self.comparison.findings:
-            by_consumer[f.consumer].append(f)
-        out = []
-        for op in self.t.ops:
-            if op.kind == "output":
-                continue
-            partners = tuple(self.i.ops[i].name for i in self.al.partners.get(op.id, ())[:12])
-            out.append(NodeStatus(name=op.name, side="training", target=op.target, where=self._where("training", op).replace("*", str(layer_of(op.module)), 1) if op.module else op.module,
-                                  status=self._status("training", op), partners=partners, reason=self._reason("training", op),
-                                  edges=tuple(text(self.t, f) for f in by_consumer.get(op.id, ())[:6])))  # fmt: skip
-        for op in self.i.ops:
-            if op.kind == "output":
-                continue
-            partners = tuple(self.t.ops[i].name for i in self.al.reverse.get(op.id, ())[:12])
-            out.append(NodeStatus(name=op.name, side="inference", target=op.target, where=f"{op.module} {self._where('inference', op)}".strip(),
-                                  status=self._status("inference", op), partners=partners, reason=self._reason("inference", op)))  # fmt: skip
-        return tuple(out)
-
-    def _status(self, side: str, op: Op) -> Any:
-        if op.kind == "anchor":
-            return "anchor"
-        if op.kind != "op":
-            return "source"
-        if side == "training" and op.id in self.al.regions.tail and op.id not in self.al.partners:
-            return "tail"
-        if (side, op.id) in self.comparison.leftover:
-            return "leftover"
-        if (side, op.id) in self.comparison.interior:
-            return "interior"
-        return "paired"
-
-    def _reason(self, side: str, op: Op) -> str:
-        key = (side, op.id)
-        return self.comparison.leftover.get(key) or self.comparison.interior.get(key) or self.al.unsupported.get(key) or ""
-
 
 def _layers(ops: list[Op]) -> tuple[int, ...]:
     return tuple(sorted({n for o in ops if (n := layer_of(o.module)) is not None}))
@@ -397,4 +380,5 @@ def _why_refused(confirmation: Any) -> str:
     if not confirmation.changed:
         return "leaving it out changes nothing the engine's anchors read"
     missing = sorted(set(confirmation.predicted) - set(confirmation.changed))
-    return f"leaving it out changes {len(confirmation.changed)} of {len(confirmation.predicted)} predicted operands; unchanged: {', '.join(missing[:3])}"
+    changed = f"{len(confirmation.changed)} of {len(confirmation.predicted)} predicted operands"
+    return f"leaving it out changes {changed}; unchanged: {', '.join(missing[:3])}"

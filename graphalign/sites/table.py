@@ -57,6 +57,15 @@ def _moves(site: Site) -> str:
     return f"{_short(site.producer)} → {_short(site.consumer)}"
 
 
+def describe(producer: End, consumer: End) -> str:
+    """An edge in words, with both lines: expressions repeat in a file."""
+
+    def line(end: End) -> str:
+        return f" (line {end.line})" if end.line else ""
+
+    return f"{_short(producer)}{line(producer)} → {_short(consumer)}{line(consumer)}"
+
+
 def _kind(site: Site) -> str:
     return "kept in FP32" if site.kind == "keep" else f"rounded to {site.inference[-1]}"
 

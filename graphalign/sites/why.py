@@ -43,7 +43,8 @@ def _site(s: Site) -> str:
     lines = [
         f"site {s.id}: {s.kind}",
         f"  producer {s.producer.op} in {s.producer.module}: {s.producer.text}  ({s.producer.file}:{s.producer.line})",
-        f"  consumer {s.consumer.op} in {s.consumer.module}, operand {s.consumer.operand}: {s.consumer.text}  ({s.consumer.file}:{s.consumer.line})",
+        f"  consumer {s.consumer.op} in {s.consumer.module}, operand {s.consumer.operand}: {s.consumer.text}"
+        f"  ({s.consumer.file}:{s.consumer.line})",
         f"  training rounds to {', '.join(s.training) or 'nothing'}, inference to {', '.join(s.inference) or 'nothing'}",
         f"  layers {', '.join(map(str, s.layers)) or 'none (outside the layers)'}",
         f"  left out, {s.effect:.1%} of the elements behind it differ from the engine's, in: {', '.join(s.reaches)}",

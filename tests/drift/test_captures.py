@@ -39,6 +39,18 @@ def test_names_and_order_are_no_drift_of_sites() -> None:
     assert (d.items, d.verdict, d.reasons) == ((), "right", ())
 
 
+def test_another_torch_moves_the_gemm_and_thresholds_and_no_rounding() -> None:
+    d = drift(structure("qwen3.v0.25.1"), structure("qwen3.v0.28.0"))
+    assert (d.old.versions["torch"], d.new.versions["torch"]) == ("2.11.0+cu130", "2.13.0+cpu")
+    assert {i.what for i in d.items if i.moved} == {
+        "inductor.realize_acc_reads_threshold",
+        "inductor.realize_opcount_threshold",
+        "target.gemm._C.onednn_mm.default",
+        "target.gemm._C.weight_packed_linear.default",
+    }
+    assert drift(sites("qwen3.v0.25.1"), sites("qwen3")).verdict == "right"
+
+
 @pytest.mark.parametrize("name", ["qwen3", "qwen2", "llama"])
 @pytest.mark.parametrize(("old", "new"), [("v0.28.0", "v0.30.0"), ("v0.30.0", "v0.31.0"), ("v0.31.0", "")])
 def test_between_neighbouring_versions_nothing_moved(name: str, old: str, new: str) -> None:

@@ -21,7 +21,8 @@ def assemble(lowering: Lowering, world: script.World, note: Any) -> list[dict[st
 
 def _graph(piece: Piece, lowering: Lowering, world: script.World, note: Any) -> dict[str, Any]:
     if piece.splitting:
-        plain = _eager(piece)
+        prefixes = [p.lowered["prefix"] for p in lowering.pieces if p.lowered is not None]
+        plain = _eager(piece, prefixes[0] if prefixes else "")
     elif (piece.alike or piece).lowered is not None:
         plain = _compiled(piece, note)
     else:
@@ -87,8 +88,12 @@ def _geometry(value: Any) -> dict[str, Any]:
     return {"dtype": script.dtype_name(value.dtype), "size": [str(s) for s in value.shape], "stride": [str(s) for s in value.stride()]}
 
 
-def _eager(piece: Piece) -> dict[str, Any]:
-    """A splitting piece: its ops as extern calls, views as geometry."""
+def _eager(piece: Piece, prefix: str) -> dict[str, Any]:
+    """A splitting piece: its ops as extern calls, views as geometry.
+
+    Args:
+        prefix: path of the compiled module in the engine's model.
+    """
     plain = _blank(piece)
     env: dict[Any, Any] = {}
     layers: dict[str, str] = {}
@@ -113,7 +118,7 @@ def _eager(piece: Piece) -> dict[str, Any]:
                 env[node] = {"b": env.get(base, {"b": base.name})["b"], **{k: geometry[k] for k in ("size", "stride")},
                              "offset": str(value.storage_offset())}  # fmt: skip
                 continue
-            plain["kernels"].append(_call(node, ref))
+            plain["kernels"].append(_call(node, ref, prefix))
             if isinstance(value, torch.Tensor):
                 plain["buffers"].append({"name": node.name, "layout": "FixedLayout", **_geometry(value)})
     returned = piece.graph.graph.output_node().args[0]
@@ -134,7 +139,7 @@ def _is_view(value: Any, base: Any) -> bool:
     return bool(value.untyped_storage()._cdata == base.untyped_storage()._cdata)
 
 
-def _call(node: Any, ref: Any) -> dict[str, Any]:
+def _call(node: Any, ref: Any, prefix: str) -> dict[str, Any]:
     schema = getattr(node.target, "_schema", None)
     target = node.target
     if schema is None and isinstance(target, torch._ops.OpOverloadPacket):
@@ -152,7 +157,7 @@ def _call(node: Any, ref: Any) -> dict[str, Any]:
     stack = [p for path, _ in (node.meta.get("nn_module_stack") or {}).values() if (p := script.relative_path(path)) is not None]
     outputs = [node.name] if isinstance(node.meta.get("example_value"), torch.Tensor) else []
     call = {"name": node.name, "kind": "extern", "outputs": outputs, "op": str(target), "args": args, "mutates": mutates,
-            "module": stack[-1] if stack else "", "origins": [node.name],
+            "module": ".".join(x for x in (prefix, stack[-1]) if x) if stack else "", "origins": [node.name],
             "source": script.source_line(node.meta.get("stack_trace") or "")}  # fmt: skip
     return {"name": node.name, "kind": "eager", "generated": "", "nodes": [call]}
 
