@@ -1,6 +1,6 @@
 """Where the time of `graphalign find` goes: seconds per stage of both captures and of everything after them.
 
-    python tests/bench/run.py [MODEL ...] [--repeat N] [--out DIR]
+    python tests/bench/run.py [MODEL ...] [--simulate MODEL ...] [--repeat N] [--out DIR]
 
 Captures run once; what follows runs `--repeat` times and its median is shown, with the peak memory of the process.
 """
@@ -60,14 +60,28 @@ def measure(model: str, out: Path, repeat: int) -> dict[str, dict[str, float]]:
     return jobs
 
 
+def simulate(model: str, out: Path, target: str = "h100") -> dict[str, dict[str, float]]:
+    """Seconds per stage of a simulated capture at full width and depth, and the peak memory of its process in GiB."""
+    from graphalign.capture.inference import capture_inference
+    from graphalign.engines.examples import resolve_model
+
+    timer = Timer()
+    found = capture_inference(resolve_model(model), out / f"{model.replace(':', '-')}.{target}.json.gz", target=target, progress=timer)
+    seconds = timer.stop()
+    print(f"{model} for {target}: {sum(seconds.values()):.1f} s, peak {found.header.timings['peak_gib']:.2f} GiB")
+    return {f"inference capture, {target}": seconds}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=["example:qwen3"])
+    parser.add_argument("--simulate", nargs="*", default=["example:qwen3-8b-base"], help="capture these for an H100 that isn't here")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("out/bench"))
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     results = {model: measure(model, options.out, options.repeat) for model in options.models}
+    results |= {model: simulate(model, options.out) for model in options.simulate}
     table = Table("model", "job", "stage", "seconds", title=f"graphalign find on {platform.machine()}, {platform.python_version()}")
     for model, jobs in results.items():
         for job, stages in jobs.items():

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from graphalign.engines.gpu import script
 from graphalign.engines.gpu.interpret import power_above, split_arguments
 from graphalign.engines.gpu.model import LARGE, Thin
 from graphalign.engines.gpu.pieces import Piece, piece_key, renaming
+
+
+def test_the_script_imports_nothing_of_graphalign_but_itself_and_the_engine_script() -> None:
+    """It runs in other environments, where only a stand-in of the package is importable."""
+    allowed = ("graphalign.engines.gpu", "graphalign.capture")
+    folder = Path(script.__file__).parent
+    for path in folder.glob("*.py"):
+        if path.name == "targets.py":  # read by the parent process only
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("graphalign"):
+                names = [a.name for a in node.names]
+                assert str(node.module).startswith(allowed), path.name
+                assert node.module != "graphalign.capture" or names == ["engine_script"], path.name
 
 
 def traced(scale: float, name: str = "x") -> torch.fx.GraphModule:
