@@ -130,7 +130,9 @@ def root(
 @app.command()
 def find(
     model: Model,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for inference.json.gz, training.json.gz, sites.json and patch.yaml.")],
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="Folder for inference.json.gz, training.json.gz, sites.json, patch.yaml and report.html.")
+    ],
     layers: Layers = None,
     weights: Weights = None,
     target: Target = "cpu",

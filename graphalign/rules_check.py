@@ -215,4 +215,4 @@ def _check_expected(expected: list[Expected], vectors: list[Vector], one: list[t
 
 
 def _counts_of(e: Expected) -> str:
-    return f"expected sites of {e.architecture} on {e.device}"
+    return f"expected sites of {e.architecture} on {e.device}" + (" (simulated)" if e.simulated else "")

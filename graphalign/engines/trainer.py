@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,9 @@ from graphalign.errors import BadInputError, CaptureFailedError
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 DUMMY_SEED = 0
+SHARE_FROM = 4 << 30
+"""Bytes of parameters above which dummy matrices share memory."""
+SHIFTS = 64
 DUMMY_BLOCK = 1 << 20
 """Elements of the random block that dummy weights repeat: filling 8B-wide layers takes a copy, not a random draw."""
 
@@ -127,16 +131,50 @@ def _dummy_model(config: Any, options: dict[str, Any]) -> nn.Module:
     tie = getattr(model, "tie_weights", None)
     if callable(tie):
         tie()  # tying is part of the initialisation that was skipped
-    fill_dummy(model)
+    if sum(p.numel() * p.element_size() for p in model.parameters()) > SHARE_FROM:
+        share_dummy(model)
+    else:
+        fill_dummy(model)
     return model
 
 
 @torch.no_grad()
-def fill_dummy(model: nn.Module) -> None:
+def share_dummy(model: nn.Module) -> None:
+    """Let the parameters of a large model map one file of noise, each privately: a full-depth model needs the memory of its largest.
+
+    Vectors are filled as by `fill_dummy`. The file has no name and goes with the last mapping; a page that is written to becomes the writer's own.
+    """
+    import mmap
+
+    import numpy as np
+
+    block = torch.randn(DUMMY_BLOCK, generator=torch.Generator().manual_seed(DUMMY_SEED)) * 0.02
+    files: dict[torch.dtype, Any] = {}
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    for dtype in {p.dtype for p in matrices}:
+        raw = block.to(dtype).view(torch.uint8).numpy().tobytes()
+        largest = max(p.numel() * p.element_size() for p in matrices if p.dtype == dtype)
+        files[dtype] = file = tempfile.TemporaryFile()  # noqa: SIM115  (mapped below, closed there)
+        for _ in range(0, largest + SHIFTS * mmap.PAGESIZE, len(raw)):
+            file.write(raw)
+        file.flush()
+    for index, p in enumerate(matrices):
+        offset = index % SHIFTS * mmap.PAGESIZE  # no two neighbours alike
+        view = np.memmap(files[p.dtype], dtype=np.uint8, mode="c", offset=offset, shape=(p.numel() * p.element_size(),))
+        p.data = torch.from_numpy(view).view(p.dtype).view(p.shape)
+    for file in files.values():
+        file.close()
+    fill_dummy(model, vectors_only=True)
+
+
+@torch.no_grad()
+def fill_dummy(model: nn.Module, *, vectors_only: bool = False) -> None:
     """Fill parameters with noise: standard deviation 0.02, vectors other than biases around 1 (norm weights are not all ones)."""
     block = torch.randn(DUMMY_BLOCK, generator=torch.Generator().manual_seed(DUMMY_SEED))
     blocks: dict[torch.dtype, torch.Tensor] = {}
     for index, (name, p) in enumerate(model.named_parameters()):
+        if vectors_only and p.ndim > 1:
+            continue
         noise = blocks.setdefault(p.dtype, (block * 0.02).to(p.dtype))
         flat = p.data.view(-1)
         shift = index * 7919 % (DUMMY_BLOCK // 2)  # no two parameters alike

@@ -153,7 +153,7 @@ def judge(old: Snapshot, new: Snapshot) -> tuple[Verdict, list[str]]:
         name = changes.edge_words(old, key)
         now = new.edges.get((key, layers))
         if now is None:
-            entry = snapshot.unsettled(new, old.keys[key], layers)
+            entry = snapshot.unsettled(old, new, key, layers)
             if entry is not None:
                 unknown[f"{_edit(change)} {name}: now {changes.BUCKET_WORDS[entry[0]]}, {entry[1].reason}"].append(layers)
             else:

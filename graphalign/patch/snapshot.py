@@ -177,10 +177,15 @@ def _placeless(where: str) -> str:
     return re.sub(r"(\.py):\d+", r"\1", " ".join(where.split()))
 
 
-def unsettled(new: Snapshot, ends: tuple[Key, Key], layers: Layers) -> tuple[str, Entry] | None:
-    """(bucket, entry) of `new` that leaves an old edge open: its reader, or its producer, could not be judged there."""
-    for key, layer in ((ends[1], layers[0]), (ends[0], layers[1])):
-        place = f"{key.module} ({key.file} {key.text})"
+def unsettled(old: Snapshot, new: Snapshot, edge: EdgeKey, layers: Layers) -> tuple[str, Entry] | None:
+    """(bucket, entry) of `new` that leaves an edge of `old` open: its reader, or its producer, could not be judged there.
+
+    Where the trainer's source file changed, its expressions may be written differently: then an entry in the same module is enough.
+    """
+    producer, consumer = old.keys[edge]
+    for key, layer in ((consumer, layers[0]), (producer, layers[1])):
+        rewritten = old.sources.get(key.file) != new.sources.get(key.file)
+        place = f"{key.module} ({key.file} " + ("" if rewritten else f"{key.text})")
         for (bucket, _, where), entries in new.buckets.items():
             for e in entries if key.text and place in where else ():
                 if layer is None or not e.layers or layer in e.layers:

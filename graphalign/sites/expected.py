@@ -116,6 +116,7 @@ def _places(at: list[int | None]) -> str:
 def verdict(report: Report, rules: Path) -> str:
     """The line at the end of `find`."""
     architecture, device = report.model.get("architecture"), report.target.get("device")
+    device = f"{device} (simulated)" if report.simulated else device
     expected = find_expected(load_expected(rules), report)
     if expected is None:
         return f"no expected counts for {architecture} on {device} in this regime; rules/expected can hold them (see CONTRIBUTING.md)"

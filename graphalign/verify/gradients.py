@@ -77,7 +77,7 @@ class _Round(torch.autograd.Function):
         return x.to(dtype).to(torch.float64)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grad, None
 
 
@@ -116,8 +116,8 @@ class Reference:
 
 
 def _run(gm: fx.GraphModule, node: fx.Node, env: dict[fx.Node, Any], *, wide: bool) -> Any:
-    args = fx.map_arg(node.args, env.__getitem__)
-    kwargs = fx.map_arg(node.kwargs, env.__getitem__)
+    args: Any = fx.map_arg(node.args, env.__getitem__)
+    kwargs: Any = fx.map_arg(node.kwargs, env.__getitem__)
     if wide:
         args, kwargs = _double(args), _double(kwargs)
     if node.op == "call_method":
@@ -141,7 +141,7 @@ def _rounded(wide: Any, plain: Any) -> Any:
     if isinstance(wide, tuple | list):
         return [_rounded(w, p) for w, p in zip(wide, plain, strict=True)]
     if isinstance(wide, torch.Tensor) and wide.dtype == torch.float64 and plain.dtype in LOW:
-        return _Round.apply(wide, plain.dtype)
+        return _Round.apply(wide, plain.dtype)  # type: ignore[no-untyped-call]
     return wide
 
 

@@ -10,15 +10,21 @@ from graphalign.errors import AlignmentError, BadInputError, CaptureFailedError
 from graphalign.ir.files import write_json
 
 
-def test_find_writes_three_files_and_exits_0(stage, tmp_path: Path) -> None:
+def test_find_writes_its_files_and_exits_0(stage, tmp_path: Path) -> None:
     result = stage.run("find", "example:qwen3", "--out", tmp_path / "new" / "qwen3")
     assert result.code == 0, result.err
     assert stage.calls["inference"]["out"] == tmp_path / "new" / "qwen3" / "inference.json.gz"
     # the inference capture is written by `capture_inference` itself, which is a stand-in here
-    assert sorted(p.name for p in (tmp_path / "new" / "qwen3").iterdir()) == ["sites.json", "training.json.gz"]
+    assert sorted(p.name for p in (tmp_path / "new" / "qwen3").iterdir()) == ["report.html", "sites.json", "training.json.gz"]
     assert "TABLE" in result.out
     assert "explains a node" in result.out
     assert "then 0.0 s" in result.out
+
+
+def test_find_without_the_report(stage, tmp_path: Path) -> None:
+    assert stage.run("find", "example:qwen3", "--out", tmp_path, "--no-report").code == 0
+    assert not (tmp_path / "report.html").exists()
+    assert (tmp_path / "sites.json").exists()
 
 
 def test_progress_without_a_terminal_is_a_line_per_stage_on_stderr(stage, tmp_path: Path) -> None:
@@ -27,7 +33,7 @@ def test_progress_without_a_terminal_is_a_line_per_stage_on_stderr(stage, tmp_pa
         f"{job}: {name}"
         for job in ("inference", "training", "diff")
         for name in (["find the model"] if job != "diff" else []) + ["a stage", "another stage"]
-    ]
+    ] + ["diff: report"]
 
 
 def test_semantic_divergence_exits_3_and_keeps_the_result(stage, tmp_path: Path) -> None:

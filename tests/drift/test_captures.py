@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from graphalign.errors import BadInputError
 from graphalign.patch.drift import Drift, drift
 from graphalign.patch.snapshot import of_inference, of_report
 from graphalign.rules import rules_dir
+from graphalign.sites.expected import verdict
 from graphalign.sites.find import diff
 from tests.drift.data import CAPTURES, capture, renamed, report, sites, structure
 from tests.fixtures import recorded
@@ -39,8 +41,9 @@ def test_names_and_order_are_no_drift_of_sites() -> None:
     assert (d.items, d.verdict, d.reasons) == ((), "right", ())
 
 
-def test_another_torch_moves_the_gemm_and_thresholds_and_no_rounding() -> None:
-    d = drift(structure("qwen3.v0.25.1"), structure("qwen3.v0.28.0"))
+@pytest.mark.parametrize("name", ["qwen3", "qwen2", "llama"])
+def test_another_torch_moves_the_gemm_and_thresholds_and_no_rounding(name: str) -> None:
+    d = drift(structure(f"{name}.v0.25.1"), structure(f"{name}.v0.28.0"))
     assert (d.old.versions["torch"], d.new.versions["torch"]) == ("2.11.0+cu130", "2.13.0+cpu")
     assert {i.what for i in d.items if i.moved} == {
         "inductor.realize_acc_reads_threshold",
@@ -48,6 +51,9 @@ def test_another_torch_moves_the_gemm_and_thresholds_and_no_rounding() -> None:
         "target.gemm._C.onednn_mm.default",
         "target.gemm._C.weight_packed_linear.default",
     }
+
+
+def test_a_patch_from_another_torch_is_right() -> None:
     assert drift(sites("qwen3.v0.25.1"), sites("qwen3")).verdict == "right"
 
 
@@ -89,6 +95,14 @@ def test_the_custom_rotary_kernel_is_opaque_and_the_old_patch_unknown() -> None:
     assert drift(structure("qwen3"), structure("qwen3.rotary")).moved
 
 
+def test_a_rewritten_trainer_leaves_open_what_its_module_leaves_open() -> None:
+    old = sites("qwen3")
+    old.keys = {k: (p.model_copy(update={"text": "a"}), c.model_copy(update={"text": "b"})) for k, (p, c) in old.keys.items()}
+    assert drift(old, sites("qwen3.rotary")).verdict == "wrong", "the same file, and yet no such expression"
+    old.sources = dict.fromkeys(old.sources, "0" * 64)
+    assert drift(old, sites("qwen3.rotary")).verdict == "unknown"
+
+
 def test_emulated_casts_make_the_old_patch_wrong() -> None:
     d = drift(sites("qwen3"), sites("qwen3.casts"))
     assert d.verdict == "wrong"
@@ -111,3 +125,10 @@ def test_fixtures_are_small() -> None:
     files = list(CAPTURES.iterdir())
     assert len(files) >= 14
     assert max(p.stat().st_size for p in files) <= 25_000
+
+
+def test_a_simulated_gpu_has_its_own_map() -> None:
+    assert not drift(structure("qwen3.h100"), of_inference(renamed(capture("qwen3.h100")), "renamed", rules_dir())).moved
+    assert verdict(report("qwen3.h100"), rules_dir()) == "as many sites as expected for Qwen3ForCausalLM on cuda (simulated)"
+    with pytest.raises(BadInputError, match="different targets: device is cpu in one and cuda in the other"):
+        drift(sites("qwen3"), sites("qwen3.h100"))
