@@ -142,7 +142,8 @@ def _dummy_model(config: Any, options: dict[str, Any]) -> nn.Module:
 def share_dummy(model: nn.Module) -> None:
     """Let the parameters of a large model map one file of noise, each privately: a full-depth model needs the memory of its largest.
 
-    Vectors are filled as by `fill_dummy`. The file has no name and goes with the last mapping; a page that is written to becomes the writer's own.
+    Vectors are filled as by `fill_dummy`. The file has no name and goes with the last mapping; a page that is written to becomes
+    the writer's own.
     """
     import mmap
 

@@ -274,28 +274,37 @@ def truth(program: Program, plan: Plan) -> set[tuple[str, int, int]]:
 
 
 def distinct(program: Program) -> bool:
-    """Whether no two values of a program share elements, as x − (x − y) and y do: the join could not tell them apart."""
-    rng = np.random.default_rng(0)
-    found: list[np.ndarray] = []
+    """Whether no two values of a program share elements, as x − (x − y) and y do: the join could not tell them apart.
+
+    The join gives equal layers equal GEMM results, so no value may equal one that it is made of under that either: x − y + y′.
+    """
+    return _distinct(program, shared=False) and _distinct(program, shared=True)
+
+
+def _distinct(program: Program, *, shared: bool) -> bool:
     content: list[np.ndarray] = []
-    for v in program.values:
+    keys: list[np.ndarray] = []
+    above: list[set[int]] = []
+    for n, v in enumerate(program.values):
         args = [content[a] for a in v.args]
-        out = _NUMPY[v.kind](*args) if v.kind in _NUMPY else None
+        role = v.parameter.split(".", 2)[-1] if shared and v.module.startswith("layers.") else f"{v.parameter} {n}"
+        rng = np.random.default_rng(list(f"{v.kind} {role}".encode()))
         if v.kind in ("embed", "gemm"):
             out = rng.uniform(0.05, 2, (TOKENS, WIDTH)) * rng.choice([-1, 1], (TOKENS, WIDTH))
         elif v.kind == "weight":
             out = args[0] * rng.uniform(0.05, 2, WIDTH)
-        elif v.kind == "scale":
-            out = args[0] * v.constant
-        elif v.kind == "shift":
-            out = args[0] + v.constant
-        assert out is not None
+        elif v.kind in ("scale", "shift"):
+            out = args[0] * v.constant if v.kind == "scale" else args[0] + v.constant
+        else:
+            out = _NUMPY[v.kind](*args)
         content.append(out)
-        if v.kind not in TRANSPARENT:
-            keys = np.unique(np.abs(out).reshape(-1).view(np.int64) >> 14)
-            if any(np.isin(keys, other).any() or np.isin(keys + 1, other).any() for other in found):
-                return False
-            found.append(keys)
+        keys.append(np.unique(np.abs(out).reshape(-1).view(np.int64) >> 14))
+        above.append(set(v.args).union(*[above[a] for a in v.args]))
+        if v.kind in TRANSPARENT or (shared and v.kind == "gemm"):
+            continue
+        others = [m for m in (above[n] if shared else range(n)) if program.values[m].kind not in TRANSPARENT]
+        if any(np.isin(keys[n] + d, keys[m]).any() for m in others for d in (0, 1)):
+            return False
     return True
 
 
