@@ -184,7 +184,11 @@ class Emulation(run_inference.Run):
             n = self._extent(self.buffers[name])
             data = self.arithmetic.round(draw(seed_of(SEED, i.source), torch.arange(n)), i.dtype or "float32")
             self.live[name] = run_inference.Storage(("value", i.source, n), data, data)
-        return super()._source(name)
+        found = super()._source(name)
+        if i is not None and isinstance(found, run_inference.Storage) and isinstance(found.id, tuple) and found.id[0] == "input":
+            data = self.arithmetic.round(found.memory, i.dtype or "float32")  # a tensor of that dtype holds no more
+            found = self.live[name] = run_inference.Storage(("rounded", *found.id[1:]), data, data)
+        return found
 
     def _interpret(self, body: Body, binding: dict[str, str], node: Node) -> tuple[dict[str, Val | str], list[Any]]:
         if self.which == "swapped":

@@ -109,7 +109,9 @@ def survey(config: Any, request: dict[str, Any], world: script.World) -> dict[st
     Returns:
         Its parameters and buffers by name, with real content where it is a table.
     """
-    with Thin():
+    from vllm.config import set_current_vllm_config
+
+    with Thin(), set_current_vllm_config(config):
         model = build(config, "cpu")
         world.describe(model)
         script.find_segments(world, model, request, quantised=getattr(config.model_config, "quantization", None))

@@ -22,6 +22,10 @@ TESTED = (("2.13.", "0.32.0"),)
 """(torch, vLLM) versions on which every stand-in was seen to work; others are refused."""
 
 
+COMMUNICATION = {"VLLM_DISABLE_PYNCCL": "1", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
+"""Of a tensor-parallel engine's ways to communicate only the one that needs no device is set up; its all-reduce is an op of the graph in any case."""
+
+
 def find_package() -> None:
     """Make `graphalign.engines.gpu` importable without putting graphalign's environment on the path."""
     here = Path(__file__).resolve()
@@ -119,7 +123,9 @@ def capture(request: dict[str, Any]) -> dict[str, Any]:
     classes = [p for p in lowering.pieces if not p.splitting and p.alike is None]
     compiled["simulation"] = {
         "stand_ins": [*stand_ins, "the CUDA graph wrapper is left out", "parameters are fake tensors: no weight is in memory"],
-        "overrides": {k: script.jsonable(v) for k, v in lowering.overrides.items()} | {"force_disable_caches": True, "compile_threads": 1},
+        "overrides": {k: script.jsonable(v) for k, v in lowering.overrides.items()}
+        | {"force_disable_caches": True, "compile_threads": 1}
+        | COMMUNICATION,
         "not_simulated": [
             "FMA contraction",
             "approximate division and square root",
@@ -182,6 +188,7 @@ def prepare_environment(request: dict[str, Any]) -> None:
 
     script.prepare_environment(request)
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+    os.environ.update(COMMUNICATION)
     os.environ["VLLM_LOGGING_LEVEL"] = os.environ.get("VLLM_LOGGING_LEVEL", "INFO")
 
 
