@@ -133,15 +133,21 @@ def choose_positions(inference: InferenceGraph, tokens: int, shift: int) -> tupl
     return tuple(picked)
 
 
-def align(pair: Pair, progress: Progress | None = None) -> Alignment:
+def align(pair: Pair, progress: Progress | None = None, *, per_layer: bool = False) -> Alignment:
     """Propose the alignment by values.
+
+    Args:
+        pair: both captures.
+        progress: called with (stage, fraction).
+        per_layer: give every layer values of its own. Slower; without it equal layers share values, which may cancel where one
+            region reads two layers (`x - g0 + g1`).
 
     Raises:
         AlignmentError: nothing matched at all.
     """
     say = progress or (lambda stage, fraction: None)
     flow_i, flow_t, regions = pair.flow_i, pair.flow_t, pair.regions
-    arithmetic = pair.arithmetic(SEED)
+    arithmetic = pair.arithmetic(SEED, per_layer=per_layer)
     say("evaluate", 0.0)
     native = run_training.native_constants(pair.capture_t, pair.training, arithmetic)
     computed = run_inference.computed_tables(pair.capture_i, pair.inference, arithmetic)
