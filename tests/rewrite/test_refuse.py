@@ -199,3 +199,11 @@ def test_hostile_file(tmp_path: Any) -> None:
 def test_round_trip() -> None:
     assert s.parse(TEXT) == recorded()
     assert re.match(r"format: graphalign\.patch\nversion: 1\n", TEXT)
+
+
+def test_settings_of_a_trainer_are_no_other_config() -> None:
+    model: Any = build(2)
+    model.config.use_cache = False
+    model.config.pad_token_id = 3
+    model.config.architectures = [type(model).__name__]
+    graphalign.apply(model, spec_for(2, ["rope"]), trial=False).undo()
