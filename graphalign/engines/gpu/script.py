@@ -22,10 +22,6 @@ TESTED = (("2.13.", "0.32.0"),)
 """(torch, vLLM) versions on which every stand-in was seen to work; others are refused."""
 
 
-COMMUNICATION = {"VLLM_DISABLE_PYNCCL": "1", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
-"""Of a tensor-parallel engine's ways to communicate only the one that needs no device is set up; its all-reduce is an op of the graph in any case."""
-
-
 def find_package() -> None:
     """Make `graphalign.engines.gpu` importable without putting graphalign's environment on the path."""
     here = Path(__file__).resolve()
@@ -76,9 +72,13 @@ def capture(request: dict[str, Any]) -> dict[str, Any]:
             unknown.append(text)
 
     script.say(stage="start", fraction=0.05)
-    tensor_parallel = int(request["engine_args"].get("tensor_parallel_size") or 1)
-    stand_ins = platform_cuda.install(request["target"], tensor_parallel, note)
-    stand_ins += device.install(request["target"])
+    if any(int(request["engine_args"].get(f"{kind}_parallel_size") or 1) > 1 for kind in ("tensor", "pipeline", "data")):
+        # torch's fake process group moves nothing, and vLLM waits for an answer while it sets its groups up (0.32).
+        hint = "simulate tensor_parallel_size 1"
+        raise script.Refused("a rank of a parallel engine cannot be simulated yet", where="--engine-arg", hint=hint)
+    # The device first: vLLM looks for an active Triton driver when it is imported.
+    stand_ins = device.install(request["target"])
+    stand_ins += platform_cuda.install(request["target"], 1, note)
     import torch._inductor.config as inductor
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -123,15 +123,13 @@ def capture(request: dict[str, Any]) -> dict[str, Any]:
     classes = [p for p in lowering.pieces if not p.splitting and p.alike is None]
     compiled["simulation"] = {
         "stand_ins": [*stand_ins, "the CUDA graph wrapper is left out", "parameters are fake tensors: no weight is in memory"],
-        "overrides": {k: script.jsonable(v) for k, v in lowering.overrides.items()}
-        | {"force_disable_caches": True, "compile_threads": 1}
-        | COMMUNICATION,
+        "overrides": {k: script.jsonable(v) for k, v in lowering.overrides.items()} | {"force_disable_caches": True, "compile_threads": 1},
         "not_simulated": [
             "FMA contraction",
             "approximate division and square root",
             "cuBLAS's choice of kernel and split-K",
             "what depends on the CUDA version, of which this build of torch has none",
-        ],  # fmt: skip
+        ],
         "pieces": sum(not p.splitting for p in lowering.pieces),
         "lowered": [p.number for p in classes],
     }
@@ -188,7 +186,6 @@ def prepare_environment(request: dict[str, Any]) -> None:
 
     script.prepare_environment(request)
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
-    os.environ.update(COMMUNICATION)
     os.environ["VLLM_LOGGING_LEVEL"] = os.environ.get("VLLM_LOGGING_LEVEL", "INFO")
 
 
