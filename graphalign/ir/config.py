@@ -6,7 +6,6 @@ import hashlib
 import json
 from typing import Any
 
-
 _NOT_THE_MODEL = frozenset(
     {"transformers_version", "name_or_path"}
     | {"dtype", "torch_dtype"}  # the regime's
