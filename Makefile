@@ -18,7 +18,7 @@ VERSIONS ?= 0.31.0 0.30.0 0.28.0
 PYTEST := $(PY) -m pytest
 JOBS ?= 2
 
-.PHONY: help install versions demo test test-fast test-vllm bench lint types format goldens wheel clean check-machine
+.PHONY: help install versions demo test test-fast test-slow test-vllm bench lint types format goldens wheel clean check-machine
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -48,10 +48,13 @@ install: $(STAMP)  ## everything into .venv (runs again only when pyproject.toml
 demo: install  ## find the rounding sites of a small Qwen3 on the real engine
 	$(VENV)/bin/graphalign find example:qwen3 --out out/qwen3
 
-test: install lint types test-fast test-vllm  ## lint, types, all tests
+test: install lint types test-fast test-slow test-vllm  ## lint, types, all tests
 
-test-fast: install  ## the tests that start no engine
-	$(PYTEST) -m "not vllm" -n $(JOBS)
+test-fast: install  ## unit tests from recorded captures
+	$(PYTEST) -m "not vllm and not slow" -n $(JOBS)
+
+test-slow: install  ## the tests that compile, patch or draw models
+	$(PYTEST) -m "slow and not vllm" -n $(JOBS)
 
 test-vllm: install  ## the tests on the real engine
 	$(PYTEST) -m vllm

@@ -15,7 +15,13 @@ settings.register_profile("graphalign-ci", deadline=None, derandomize=True, prin
 settings.load_profile("graphalign-ci" if os.environ.get("CI") else "graphalign")
 
 
+SLOW = frozenset({"breadth", "compiler", "drift", "render", "rewrite"})
+"""Folders whose tests compile, patch or draw models: `make test-slow`, not the minute of `make test-fast`."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
+        if SLOW & set(item.path.parent.parts) and not item.get_closest_marker("vllm"):
+            item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("vllm") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(ENGINE_TIMEOUT))
