@@ -433,4 +433,6 @@ def main() -> NoReturn:
 
 
 if __name__ == "__main__":
-    main()
+    from graphalign.cli import main as entry  # the module that the other command modules register on
+
+    entry()

@@ -153,6 +153,7 @@ def check(
             target=str(spec.target.get("key", "cpu")),
             entry=spec.target.get("entry", "llm"),
         )
+        _same_target(spec, inference.header.target)
         stages.start("check")("build the model")
         trainer = _build(model, spec, layers)
         proof = prove(
@@ -210,6 +211,14 @@ def _build(model: str, spec: PatchSpec, layers: int | None) -> Any:
         dtype=str(regime.get("param_dtype") or "bfloat16"),
         attention=str(regime.get("attention") or "sdpa"),
     )
+
+
+def _same_target(spec: PatchSpec, target: dict[str, Any]) -> None:
+    """Refuse a spec that was made for another target than the one captured now."""
+    differ = [k for k in ("device", "isa", "tp") if k in spec.target and k in target and spec.target[k] != target[k]]
+    if differ:
+        what = "; ".join(f"{k} is {target[k]}, the patch is for {spec.target[k]}" for k in differ)
+        raise BadInputError("the patch is for another target", where=what, hint="make a patch for this target with `graphalign find`")
 
 
 def _vocabulary(folder: Path) -> int:

@@ -93,6 +93,7 @@ def prepare(inference: InferenceGraph, training: TrainingGraph, rules: Path) -> 
     verify_training(training)
     check_same_model(inference, training)
     inference = rename(inference, training)
+    training = _learned_buffers(inference, training)
     known = load_opaque_ops(rules)
     inference = unwrap(inference, known)
     ti = trace_inference.Tracer(inference, known)
@@ -101,6 +102,13 @@ def prepare(inference: InferenceGraph, training: TrainingGraph, rules: Path) -> 
     tt = trace_training.Tracer(folded.capture)
     flow_t = tt.run()
     return Pair(inference, folded.capture, ti, tt, flow_i, flow_t, cut(flow_t), folded.failed)
+
+
+def _learned_buffers(inference: InferenceGraph, training: TrainingGraph) -> TrainingGraph:
+    """Buffers that checkpoints fill (and the engine therefore lists as learned) are parameters on both sides."""
+    filled = {s.checkpoint for p in inference.parameters if p.learned for s in p.segments}
+    inputs = tuple(i.model_copy(update={"kind": "parameter"}) if i.kind == "buffer" and i.name in filled else i for i in training.inputs)
+    return training if inputs == training.inputs else training.model_copy(update={"inputs": inputs})
 
 
 def check_same_model(inference: InferenceGraph, training: TrainingGraph) -> None:

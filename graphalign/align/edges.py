@@ -124,6 +124,8 @@ class _Comparer:
                 return "unpatchable", inference, f"the engine's {p.target} leaves an unrounded result; the trainer's kernel rounds inside"
             if p.kind == "parameter":
                 return "unpatchable", inference, "the engine holds this parameter in a wider format"
+            if p.kind == "table" and _layer(p.module) != _layer(c.module):
+                return "unpatchable", inference, f"{p.module or 'the model'} rounds this table before the layer that reads it gets it"
             if c.target == "composite":
                 return (
                     "unpatchable",
@@ -277,6 +279,11 @@ class _Comparer:
                 self.out.leftover["inference", op.id] = "its result is not used"
             else:
                 self.out.leftover["inference", op.id] = "its value, and what depends on it, is not on the training side"
+
+
+def _layer(module: str) -> str:
+    """The first number in a module path."""
+    return next((part for part in module.split(".") if part.isdecimal()), "")
 
 
 def _show(roundings: tuple[str, ...]) -> str:

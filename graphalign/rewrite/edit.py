@@ -138,6 +138,12 @@ class _Rewriter:
                 )  # fmt: skip
             return
         if edit.producer.op in ("parameter", "table"):
+            if edit.kind == "keep" and not self._changes(operand):
+                raise PatchError(
+                    f"operand {edit.operand} of {_show(edit.consumer)} is rounded before it enters the module",
+                    where=self._at(node),
+                    hint="leave this edit out; regenerate the patch with this version",
+                )
             return
         wanted = OpKey(edit.producer.module, edit.producer.function, edit.producer.op, edit.producer.ordinal)
         if not any(wanted in self.info[n].ops for n in found if n in self.info):

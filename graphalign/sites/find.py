@@ -55,7 +55,9 @@ def diff(inference: InferenceGraph, training: TrainingGraph, *, rules: Path | No
     divergence = find_partings(al, comparison, differences, pair.unfolded, inference.header.notes)
     comparison.findings = [_withdrawn(f) if f.consumer in divergence.behind else f for f in comparison.findings]
     proposed = [f for f in comparison.findings if f.verdict in ("keep", "round")]
-    result = check(pair, [_edit(f) for f in proposed])
+    # a table that is rounded outside the layers is no site, but the others are checked as if it were not rounded
+    assumed = [f for f in comparison.findings if f.verdict == "unpatchable" and al.training.ops[f.producer].kind == "table"]
+    result = check(pair, [_edit(f) for f in proposed] + [Edit(f.consumer, f.slot, "keep") for f in assumed])
     exact = {at for at, c in result.confirmations.items() if c.exact}
     comparison.findings = [_harmless(f) if (f.consumer, f.slot) in exact else f for f in comparison.findings]
     unjudged = {(f.consumer, f.slot) for f in comparison.findings if f.verdict not in ("agree", "keep", "round")}
@@ -63,7 +65,7 @@ def diff(inference: InferenceGraph, training: TrainingGraph, *, rules: Path | No
     comparison.findings = [_withdrawn(f) if f.consumer in divergence.behind else f for f in comparison.findings]
     checked = time.perf_counter()
     report = _Builder(pair, al, comparison, result, Namer(al, load_group_rules(folder)), divergence).build(
-        {"align": aligned - started, "compare": compared - aligned, "check": checked - compared}
+        {"align": aligned - started, "compare": compared - aligned, "check": checked - compared}, len(assumed)
     )
     say("check", 1.0)
     return report
@@ -101,7 +103,7 @@ class _Builder:
         self.t, self.i = al.training, al.inference
         self.ends = Ends(self.training, al.training)
 
-    def build(self, seconds: dict[str, float]) -> Report:
+    def build(self, seconds: dict[str, float], assumed: int = 0) -> Report:
         """The report."""
         self.refused: list[tuple[Finding, str]] = []
         self.site_of: dict[tuple[int, int, int], str] = {}
@@ -134,7 +136,7 @@ class _Builder:
                     if self.t.ops[i].kind in ("op", "anchor")
                 ]
             ),
-            stats=self._stats(groups, seconds),
+            stats=self._stats(groups, seconds, assumed),
             nodes=statuses(self.al, self.comparison, self._where),
             notes=tuple(header.notes) + tuple(self.training.header.notes) + self._table_notes(),
             drawing=draw(self.al, self.ends, self.comparison.findings, self.site_of),
@@ -348,7 +350,7 @@ class _Builder:
 
     # -- numbers and nodes -----------------------------------------------------------------------------------------------------
 
-    def _stats(self, groups: tuple[Group, ...], seconds: dict[str, float]) -> dict[str, Any]:
+    def _stats(self, groups: tuple[Group, ...], seconds: dict[str, float], assumed: int) -> dict[str, Any]:
         verdicts = Counter(f.verdict for f in self.comparison.findings)
         stock, patched = list(self.check.stock.values()), list(self.check.patched.values())
         ops_t = [o for o in self.t.ops if o.kind == "op" and o.id not in self.al.regions.tail]
@@ -365,6 +367,7 @@ class _Builder:
             "arrays_joined": self.al.arrays,
             "check": {
                 "operands": len(patched),
+                "assumed_tables": assumed,
                 "equal_stock": sum(stock) / len(stock) if stock else None,
                 "equal_with_sites": sum(patched) / len(patched) if patched else None,
                 "lowest_with_sites": min(patched) if patched else None,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -94,9 +96,15 @@ def _summary(report: Report, console: Console) -> None:
         console.print(
             Text(
                 f"check: of {c['operands']} anchor operands, {c['equal_stock']:.1%} of elements equal the engine's as the trainer stands, "
-                f"{c['equal_with_sites']:.3%} with these sites applied (lowest {c['lowest_with_sites']:.3%})"
+                f"{c['equal_with_sites']:.3%} with these sites{_assumed(c)} applied (lowest {c['lowest_with_sites']:.3%})"
             )
         )
+
+
+def _assumed(check: dict[str, Any]) -> str:
+    """Unpatchable edges of tables that the check takes as applied, in words."""
+    n = check.get("assumed_tables", 0)
+    return f" and {n} unpatchable table edges" if n else ""
 
 
 def _entries(title: str, entries: tuple[Entry, ...], style: str, console: Console) -> None:
