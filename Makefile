@@ -18,7 +18,7 @@ VERSIONS ?= 0.31.0 0.30.0 0.28.0
 PYTEST := $(PY) -m pytest
 JOBS ?= 2
 
-.PHONY: help install versions demo test test-fast test-slow test-vllm bench lint types format goldens wheel clean check-machine
+.PHONY: help install versions demo test test-fast test-slow test-vllm bench fixed-point lint types format goldens wheel clean check-machine
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -74,6 +74,9 @@ bench: install  ## where the time goes, what a patch costs, its gradients
 	$(PY) tests/bench/run.py
 	$(PY) tests/bench/gradients.py
 	$(PY) tests/bench/cost.py
+
+fixed-point: install  ## patch every subset of groups and capture again
+	PYTHONPATH=. $(PY) tests/bench/subsets.py
 
 lint: install  ## ruff, lint and format
 	$(VENV)/bin/ruff check .
