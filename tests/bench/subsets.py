@@ -2,7 +2,7 @@
 
     python tests/bench/subsets.py            # all 32 subsets on qwen3; singles, complements and all on llama and qwen2
 
-The engine's side is the recorded capture; the model is built, patched and captured anew for every subset. Exits with 1 on any other outcome.
+The engine is the recorded capture; the model is patched and captured anew for every subset. Exits with 1 on any other outcome.
 """
 
 from __future__ import annotations
