@@ -24,9 +24,14 @@ EXTRAS = {"vllm": "vLLM", "transformers": "Transformers", "accelerate": "Acceler
 """Packages that only the extras install, with their names in words."""
 
 
+PIPED = 120
+"""Columns of output that does not go to a terminal."""
+
+
 def output() -> Console:
-    """Results go to standard output, so that they can be piped."""
-    return Console()
+    """Results go to standard output; piped, they are wide enough for every column."""
+    plain = Console()
+    return plain if plain.is_terminal or "COLUMNS" in os.environ else Console(width=PIPED)
 
 
 def messages() -> Console:
