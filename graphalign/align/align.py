@@ -392,11 +392,11 @@ def _match_operands(out: Alignment, run_t: run_training.Run, run_i: run_inferenc
                 b = run_i.operands.get(pair)
                 if a is None or b is None:
                     continue
-                ka, kb = join.key(_data_id(a), a), join.key(_data_id(b), b)
+                ka = join.key(_data_id(a), a)
+                join.key(_data_id(b), b)
                 if len(ka) and join.inside(_data_id(a), _data_id(b)):
                     hit = pair
                     break
-                del kb
             if hit is None and slot == 0 and op.target == "attention" and a is not None:
                 factor = next((f for p in pairs if (b := run_i.operands.get(p)) is not None and (f := _factor(a, b)) is not None), None)
                 if factor is not None:

@@ -198,7 +198,7 @@ def _confirm(checker: Checker, base: run_training.Run, everything: Edits, edit: 
     """Leave one edit out, and see which of the engine's operands are no longer reproduced."""
     at = (edit.consumer, edit.slot)
     without = Edits(everything.keep - {at}, {k: v for k, v in everything.round.items() if k != at})
-    redo = Redo.start(base, without, edit.consumer)
+    redo = Redo.start(base, without, edit.consumer, checker.pair.regions.sums)
     changed, predicted, different, total = [], [], 0.0, 0
     for key in redo.reached:
         b = checker.partner.get(key)
@@ -237,8 +237,8 @@ class Redo(run_training.Run):
     """Anchor operands that the graph says are affected, within the horizon."""
 
     @classmethod
-    def start(cls, base: run_training.Run, edits: Edits, consumer: int) -> Redo:
-        """Evaluate again from `consumer` on, with other edits."""
+    def start(cls, base: run_training.Run, edits: Edits, consumer: int, sums: frozenset[int]) -> Redo:
+        """Evaluate again from `consumer` on, with other edits; `sums` are the residual sums, which end the horizon."""
         self = cls(base.capture, base.tracer, base.arithmetic, base.snapped, None, edits)
         self.native, self.node_of = base.native, base.node_of
         nodes, ops = base.capture.nodes, base.tracer.ops
@@ -260,7 +260,7 @@ class Redo(run_training.Run):
                     self.reached += self._slots(base, ops[op], affected)
                 todo.append(n)
                 continue
-            if op is not None and op in base_sums(base):
+            if op is not None and op in sums:
                 sums_crossed += 1
                 if sums_crossed > HORIZON:
                     break
@@ -295,16 +295,6 @@ class Redo(run_training.Run):
                     out.append((op.id, slot))
                 slot += 1
         return out
-
-
-def base_sums(base: run_training.Run) -> frozenset[int]:
-    """Residual sums of the run's graph, remembered on its tracer."""
-    from graphalign.align.regions import residual_sums
-    from graphalign.ir.dataflow import Dataflow
-
-    if base.tracer.sums is None:
-        base.tracer.sums = residual_sums(Dataflow("training", tuple(base.tracer.ops)))
-    return base.tracer.sums
 
 
 class _Overlay(dict[int, Any]):

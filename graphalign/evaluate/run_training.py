@@ -15,7 +15,7 @@ import torch
 
 from graphalign.errors import CaptureFileError, UnsupportedOpError
 from graphalign.evaluate import aten
-from graphalign.evaluate.trace_training import Tracer, decode_constant
+from graphalign.evaluate.trace_training import Tracer, decode_constant, is_identity
 from graphalign.evaluate.values import Arithmetic, Val, by_expert, round_to
 from graphalign.ir.args import references
 from graphalign.ir.dataflow import LOW_PRECISION, Op
@@ -207,7 +207,7 @@ class Run:
             "native_dropout",
             "lift_fresh",
             "positive",
-        ) or _is_scalar_identity(node):
+        ) or is_identity(name, node):
             val = args[tensors[0]]
             if out.dtype.startswith(("float", "bfloat")) != val.data.is_floating_point():
                 val = Val(-1, val.data.double() if not val.data.is_floating_point() else val.data.to(getattr(torch, out.dtype)))
@@ -371,12 +371,6 @@ def call(node: Node, tensors: Mapping[int, torch.Tensor] | list[torch.Tensor], *
             return overload(*args, **kwargs)
     except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as e:
         raise UnsupportedOpError(f"{node.op} could not be evaluated: {str(e).splitlines()[0]}") from None
-
-
-def _is_scalar_identity(node: Node) -> bool:
-    from graphalign.evaluate.trace_training import _is_identity
-
-    return _is_identity(aten.base(node.op), node)
 
 
 def _shape_args(args: Any, vals: Mapping[int, Val]) -> Any:

@@ -32,8 +32,6 @@ class Tracer:
     table_of_value: dict[int, int] = field(default_factory=dict)
     """Value id of a constant that is read by the model's arithmetic to its op index."""
     dtype: dict[int, str] = field(default_factory=dict)
-    sums: frozenset[int] | None = None
-    """Residual sums, once somebody worked them out."""
     _occurrences: dict[tuple[Any, ...], int] = field(default_factory=dict)
     _readers: dict[int, list[int]] | None = None
 
@@ -126,7 +124,7 @@ class Tracer:
             self._matmul(n, node, outs, name)
         elif name in TRANSPARENT or self._overwrites(name, tensors):
             self._transparent(node, outs, tensors)
-        elif _is_identity(name, node):
+        elif is_identity(name, node):
             first = next(iter(references(node.args, "v")))
             self.refs[outs[0].id] = tuple(r.rounded(outs[0].dtype) for r in self.edges(first))
         elif outs:
@@ -206,7 +204,7 @@ class Tracer:
         return (*key, n)
 
 
-def _is_identity(name: str, node: Node) -> bool:
+def is_identity(name: str, node: Node) -> bool:
     """Multiplying or dividing by one, adding zero: exact, so it makes no new value (Transformers' attention_scaling)."""
     if len(list(references(node.args, "v"))) != 1 or len(node.args) < 2:
         return False

@@ -272,31 +272,17 @@ class _Builder:
         out = []
         for key, share in self.check.patched.items():
             if share < EXACT and key not in parted and key[0] not in self.divergence.behind and not explained(self.al, key, bad):
-                op = self.t.ops[key[0]]
-                out.append(
-                    Entry(
-                        side="both",
-                        what=f"operand {key[1]} of {op.target}",
-                        where=self._where("training", op),
-                        names=(op.name,),
-                        layers=_layers([op]),
-                        reason=f"with all sites applied {1 - share:.2%} of its elements still differ from the engine's",
-                    )
-                )
+                out.append(self._operand(key, f"with all sites applied {1 - share:.2%} of its elements still differ from the engine's"))
         for key, why in self.check.uncompared.items():
-            op = self.t.ops[key[0]]
             if key not in parted and key[0] not in self.divergence.inside:
-                out.append(
-                    Entry(
-                        side="both",
-                        what=f"operand {key[1]} of {op.target}",
-                        where=self._where("training", op),
-                        names=(op.name,),
-                        layers=_layers([op]),
-                        reason=f"not checked: {why}",
-                    )
-                )
+                out.append(self._operand(key, f"not checked: {why}"))
         return tuple(out)
+
+    def _operand(self, key: tuple[int, int], reason: str) -> Entry:
+        """An entry about one anchor operand."""
+        op = self.t.ops[key[0]]
+        what, where = f"operand {key[1]} of {op.target}", self._where("training", op)
+        return Entry(side="both", what=what, where=where, names=(op.name,), layers=_layers([op]), reason=reason)
 
     def _leftovers(self) -> tuple[Entry, ...]:
         """What could not be placed. What the engine runs as an opaque op is one entry per module."""
