@@ -169,6 +169,7 @@ def find(
     from graphalign.cli_render import write_report
     from graphalign.cli_targets import check_map
     from graphalign.ir.files import write_json
+    from graphalign.patch.ranges import tokens_to_record
     from graphalign.rules import rules_dir
 
     arguments, factory, rules = console.parse_engine_args(engine_arg or ()), console.check_factory(factory), rules_dir(rules)
@@ -180,7 +181,8 @@ def find(
         inference = _capture_inference(
             stages, model, out / "inference.json.gz", vllm_python, arguments, layers, weights, timeout, target, entry, kernels
         )
-        training = _capture_training(stages, model, factory, layers, dtype, autocast, attention, weights)
+        tokens = tokens_to_record(inference)
+        training = _capture_training(stages, model, factory, layers, dtype, autocast, attention, weights, tokens)
         write_json(out / "training.json.gz", training)
         report = _diff(stages, inference, training, rules)
         if kernels is not None:
@@ -242,6 +244,9 @@ def capture_training_command(
     dtype: Dtype = "bfloat16",
     autocast: Autocast = "none",
     attention: Attention = "sdpa",
+    tokens: Annotated[
+        int | None, typer.Option(min=2, metavar="N", help="Number of tokens: that of `compile_sizes` if the engine has exact sizes.")
+    ] = None,
 ) -> None:
     """Run one eager forward of the trainer's model and record every kernel with its source.
 
@@ -257,7 +262,7 @@ def capture_training_command(
     console.require_output(output)
     console.require_packages("transformers")
     with console.Stages() as stages:
-        graph = _capture_training(stages, model, factory, layers, dtype, autocast, attention, weights)
+        graph = _capture_training(stages, model, factory, layers, dtype, autocast, attention, weights, tokens)
         write_json(output, graph)
     print(f"{output}: {len(graph.nodes)} ops from {len(graph.sources)} source expressions")
 
@@ -358,6 +363,7 @@ def _capture_training(
     autocast: str,
     attention: str,
     weights: WeightsChoice | None,
+    tokens: int | None,
 ) -> TrainingGraph:
     stages.start("training")("find the model")
     from graphalign.capture.training import capture_training
@@ -372,18 +378,16 @@ def _capture_training(
         attention=attention,
         weights=weights,
         progress=stages,
+        **({} if tokens is None else {"tokens": tokens}),
     )
 
 
 def _diff(stages: console.Stages, inference: InferenceGraph, training: TrainingGraph, rules: Path) -> Report:
     if stages.job != "diff":
         stages.start("diff")
-    from graphalign.patch.ranges import decode_range
     from graphalign.sites.find import diff as find_sites
 
-    inference, notes = decode_range(inference, rules)
-    report = find_sites(inference, training, rules=rules, progress=stages)
-    return report.model_copy(update={"notes": (*notes, *report.notes)}) if notes else report
+    return find_sites(inference, training, rules=rules, progress=stages)
 
 
 def _write_patch(report: Report, out: Path) -> None:
@@ -425,7 +429,8 @@ def main() -> NoReturn:
     import graphalign.cli_drift
     import graphalign.cli_patch
     import graphalign.cli_render
-    import graphalign.cli_targets  # noqa: F401  (these register their commands)
+    import graphalign.cli_targets
+    import graphalign.cli_verify  # noqa: F401  (these register their commands)
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # so that `finally` blocks end the engine's processes
     app()

@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from graphalign.errors import BadInputError, GraphalignError
 
@@ -58,7 +58,13 @@ class Stages:
         self._started = time.monotonic()
         self._bars: Progress | None = None
         if self.console.is_terminal:
-            columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+            columns = (
+                SpinnerColumn(),
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(compact=True),
+            )
             self._bars = Progress(*columns, console=self.console, transient=True)
 
     def __enter__(self) -> Stages:

@@ -64,3 +64,7 @@ class PatchError(BadInputError):
 
 class PatchNotLiveError(GraphalignError, RuntimeError):
     """A patched module ran without all its edits. Never ignored: the forward raises."""
+
+
+class GapInputError(BadInputError):
+    """Log-probabilities that cannot be compared: not of the same tokens, not finite, or not those of the policy as it samples."""

@@ -1458,9 +1458,10 @@ class AnchorRecorder:
     captured graph's extern nodes. Parameters are not recorded.
     """
 
-    def __init__(self, world: World, graphs: list[dict[str, Any]]) -> None:
+    def __init__(self, world: World, graphs: list[dict[str, Any]], gemms: Any = ()) -> None:
         nodes = [n for g in graphs for k in g["kernels"] for n in k["nodes"] if n["kind"] == "extern"]
         self.ops = {n["op"] for n in nodes if n["op"] not in ("", "inductor.multi_output")}
+        self.gemms = frozenset(gemms)
         self.world = world
         self.calls: list[dict[str, Any]] = []
         self.tensors: dict[str, Any] = {}
@@ -1493,6 +1494,8 @@ class AnchorRecorder:
             for i, x in enumerate(result if isinstance(result, tuple | list) else [result]):
                 recorder._keep(f"result.{i}", x)
             recorder.calls.append({"op": str(op)})
+            if str(op) in recorder.gemms:
+                recorder.calls[-1]["rows"] = rerun_rows(lambda given: original(op, **given), given, mutated, result)
             return result
 
         def output(module: Any, args: Any, result: Any) -> None:
@@ -1508,6 +1511,32 @@ class AnchorRecorder:
             hook.remove()
 
 
+ROWS = (1, 8, 16)
+"""Batch sizes at which a recorded GEMM is run again."""
+
+
+def rerun_rows(run: Any, given: dict[str, Any], mutated: set[str], result: Any) -> dict[str, float]:
+    """Run a GEMM again on its first rows only: number of rows to the share of elements that come out bitwise equal."""
+    import torch
+
+    tensors = {n: x for n, x in given.items() if isinstance(x, torch.Tensor) and x.dim() == 2 and x.is_floating_point()}
+    out = [given[n] for n in mutated if n in tensors] or [result]
+    if len(out) != 1 or not isinstance(out[0], torch.Tensor) or out[0].dim() != 2:
+        return {}
+    whole = out[0]
+    rows = [n for n, x in tensors.items() if n not in mutated and x.shape[0] == whole.shape[0] and x.shape[1] != whole.shape[0]]
+    shares = {}
+    for count in ROWS:
+        if len(rows) != 1 or count >= whole.shape[0]:
+            continue
+        fewer = {**given, rows[0]: given[rows[0]][:count].contiguous()}
+        fewer |= {n: torch.empty_like(given[n][:count]) for n in mutated if n in tensors}
+        again = run(fewer)
+        part = next((fewer[n] for n in mutated if n in tensors), again)
+        shares[str(count)] = float((part == whole[:count]).double().mean())
+    return shares
+
+
 def record_values(llm: Any, world: World, graphs: list[dict[str, Any]], request: dict[str, Any]) -> None:
     """Score one prompt and write what the anchors read and wrote, as a safetensors file."""
     from vllm import SamplingParams
@@ -1516,7 +1545,7 @@ def record_values(llm: Any, world: World, graphs: list[dict[str, Any]], request:
     model = world.model
     if model is None:
         raise Refused("the engine's model is in another process; anchor values cannot be recorded")
-    recorder = AnchorRecorder(world, graphs)
+    recorder = AnchorRecorder(world, graphs, request["values"].get("gemms") or ())
     tokens = [int(t) for t in request["values"]["tokens"]]
     with recorder.recording(model):
         llm.generate([{"prompt_token_ids": tokens}], SamplingParams(max_tokens=1, temperature=0.0), use_tqdm=False)
@@ -1545,8 +1574,8 @@ def write_tensors(path: str, tensors: dict[str, Any], meta: dict[str, str]) -> N
             f.write(raw)
 
 
-def capture(request: dict[str, Any]) -> dict[str, Any]:
-    """Start the engine and return the capture as plain data."""
+def capture(request: dict[str, Any], then: Any = None) -> dict[str, Any]:
+    """Start the engine and return the capture as plain data; `then(llm, request)` runs on the engine that was captured."""
     timings = request.setdefault("timings", {})
     started = time.perf_counter()
     world = World()
@@ -1580,6 +1609,8 @@ def capture(request: dict[str, Any]) -> dict[str, Any]:
     attention = read_attention(context)
     if request.get("values"):
         record_values(llm, world, recorder.graphs, request)
+    if then is not None:
+        then(llm, request)
     timings["total"] = time.perf_counter() - started
     header |= {"notes": world.notes + recorder.notes, "timings": {k: round(v, 3) for k, v in timings.items()}}
     return {
@@ -1602,13 +1633,13 @@ def first_reason(e: BaseException) -> str:
     return f"{type(e).__name__}: {(lines or [''])[0]}"[:400]
 
 
-def main(path: str) -> int:
+def main(path: str, then: Any = None) -> int:
     with open(path) as f:
         request = json.load(f)
     request.setdefault("engine_args", {})
     prepare_environment(request)
     try:
-        data = capture(request)
+        data = capture(request, then)
         say(stage="write", fraction=0.97)
         write(request["out"], data)
         say(stage="write", fraction=1.0)

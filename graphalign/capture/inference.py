@@ -21,6 +21,8 @@ from graphalign.ir.files import read_json, write_bytes
 from graphalign.ir.inference import InferenceGraph
 
 SCRIPT = Path(__file__).with_name("engine_script.py")
+ROLLOUT_SCRIPT = SCRIPT.with_name("rollout_script.py")
+"""Captures, and then generates on the engine that was captured."""
 GPU_SCRIPT = Path(__file__).parents[1] / "engines" / "gpu" / "script.py"
 """Stands in for the engine on a GPU that isn't here."""
 LOG_LINES = 12
@@ -42,6 +44,7 @@ def capture_inference(
     progress: Progress | None = None,
     keep_kernels: str | os.PathLike[str] | None = None,
     values: Mapping[str, Any] | None = None,
+    rollouts: Mapping[str, Any] | None = None,
     target: str = CPU,
     entry: Literal["llm", "server"] = "llm",
 ) -> InferenceGraph:
@@ -57,7 +60,9 @@ def capture_inference(
         timeout: seconds after which the engine is ended.
         progress: see `Progress`.
         keep_kernels: directory for the generated source code.
-        values: {"tokens": token ids, "out": path}: also score these tokens and write there what every anchor read and wrote.
+        values: {"tokens": token ids, "out": path}: also score these tokens and write there what every anchor read and wrote; with
+            "gemms", the names of ops to run again on fewer rows.
+        rollouts: what `capture.rollouts.generate` asks for: also generate on the engine that was captured.
         target: "cpu", or the name of a GPU (`engines.gpu.targets`) that vLLM lowers the model for without having it.
         entry: for a GPU, whose defaults apply: those of the `LLM` class or of the server.
 
@@ -69,8 +74,8 @@ def capture_inference(
     if not (model / "config.json").is_file():
         raise BadInputError(f"{model} holds no config.json", where=str(model), hint="give the directory of a model")
     gpu = find_target(target)
-    if gpu is not None and (values or weights == "real"):
-        what = "anchor values" if values else "the checkpoint's weights"
+    if gpu is not None and (values or rollouts or weights == "real"):
+        what = "anchor values" if values else "rollouts" if rollouts else "the checkpoint's weights"
         raise BadInputError(f"{what} cannot be had on a simulated {target}", where="--target", hint="use --target cpu, or leave them out")
     if gpu is not None:
         weights = "dummy"
@@ -93,14 +98,16 @@ def capture_inference(
             "layers": layers,
             "weights": weights,
             "engine_args": dict(engine_args or {}),
-            "values": {"tokens": list(values["tokens"]), "out": str(values["out"])} if values else None,
+            "values": {**values, "tokens": list(values["tokens"]), "out": str(values["out"])} if values else None,
+            "rollouts": {**rollouts, "out": str(rollouts["out"])} if rollouts else None,
             "keep_kernels": str(Path(keep_kernels).resolve()) if keep_kernels is not None else None,
         }
         if gpu is not None:
             request |= {"target": gpu.model_dump(mode="json"), "entry": entry}
         (work / "request.json").write_text(json.dumps(request))
         with (work / "log.txt").open("w+") as log:
-            _run(engine, SCRIPT if gpu is None else GPU_SCRIPT, work / "request.json", log, timeout, progress)
+            script = GPU_SCRIPT if gpu is not None else ROLLOUT_SCRIPT if rollouts else SCRIPT
+            _run(engine, script, work / "request.json", log, timeout, progress)
             try:
                 graph = read_json(written, InferenceGraph, kind="inference capture")
             except CaptureFileError as e:

@@ -37,6 +37,11 @@ def example_names() -> tuple[str, ...]:
     return (*recipes["tiny"]["models"], *recipes["gguf"], *recipes.get("configs", {}))
 
 
+def is_random(name: str) -> bool:
+    """Whether a name is that of an example whose weights are random numbers."""
+    return name.startswith(PREFIX) and name.removeprefix(PREFIX) in _recipes()["tiny"]["models"]
+
+
 def resolve_model(name_or_path: str | os.PathLike[str], cache_dir: str | os.PathLike[str] | None = None, *, weights: bool = True) -> Path:
     """The directory of a model.
 
@@ -111,7 +116,7 @@ def _example(name: str, cache: Path) -> Path:
     if name in recipes["gguf"]:
         recipe = recipes["gguf"][name]
         source = _packaged(name, recipe)
-        return _cached(name, recipe, cache, lambda folder: _build_from_gguf(source, folder))
+        return _cached(name, recipe, cache, lambda folder: _build_from_gguf(source, folder, bool(recipe.get("tokenizer"))))
     if name in recipes.get("configs", {}):
         recipe = recipes["configs"][name]
         return _cached(name, recipe, cache, lambda folder: _config(recipe).save_pretrained(folder))
@@ -206,7 +211,7 @@ def _packaged(name: str, recipe: dict[str, Any]) -> Path:
     )
 
 
-def _build_from_gguf(source: Path, folder: Path) -> None:
+def _build_from_gguf(source: Path, folder: Path, tokenizer: bool) -> None:
     """Dequantise a GGUF file into a BF16 checkpoint in Transformers' layout."""
     import torch
     import transformers
@@ -227,3 +232,5 @@ def _build_from_gguf(source: Path, folder: Path) -> None:
         if hasattr(model, attribute):
             setattr(model, attribute, False if attribute == "is_quantized" else None)
     model.save_pretrained(folder)
+    if tokenizer:
+        transformers.AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name).save_pretrained(folder)

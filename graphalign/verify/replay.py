@@ -35,6 +35,8 @@ class Score:
     ulp: int
     """Largest distance, in units of the last place of the format."""
     elements: int
+    distance: float
+    """Euclidean distance divided by the engine's norm."""
 
 
 @dataclass
@@ -69,10 +71,14 @@ def engine_anchors(pair: Pair, values: EngineValues) -> dict[tuple[Any, ...], An
 
 
 class Replay(TorchDispatchMode):
-    """Replaces the results of anchors and compares their operands, in one forward of the live model."""
+    """Replaces the results of anchors and compares their operands, in one forward of the live model.
 
-    def __init__(self, model: nn.Module, pair: Pair, values: EngineValues) -> None:
+    With `inject` off nothing is replaced: the comparison then shows how far the two have drifted apart.
+    """
+
+    def __init__(self, model: nn.Module, pair: Pair, values: EngineValues, *, inject: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.inject = inject
         self.anchors = engine_anchors(pair, values)
         self.names = {p.data_ptr(): n for n, p in reversed(list(model.named_parameters(remove_duplicate=False)))}
         self.checkpoint = {n.replace("_graphalign", ""): n for n in self.names.values()}
@@ -120,6 +126,9 @@ class Replay(TorchDispatchMode):
             return result
         self._compare(op, 0, x, anchor.operands.get(0))
         self.replaced += 1
+        if not self.inject:
+            return result
+        self.on_gemm(op, anchor, func, args, kwargs)
         return anchor.output.to(result.dtype).reshape(result.shape).clone()
 
     def _attend(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -134,10 +143,19 @@ class Replay(TorchDispatchMode):
         for slot in range(3):
             self._compare(op, slot, args[slot].transpose(1, 2), anchor.operands.get(slot))
         self.replaced += 1
+        if not self.inject:
+            return result
+        self.on_attention(op, anchor, func, args, kwargs)
         first = result[0] if isinstance(result, tuple | list) else result
         b, h, t, d = first.shape
         replaced = anchor.output.to(first.dtype).reshape(b, t, h, d).transpose(1, 2)
         return (replaced, *result[1:]) if isinstance(result, tuple | list) else replaced
+
+    def on_gemm(self, op: Op, anchor: Anchor, func: Any, args: Any, kwargs: Any) -> None:
+        """Called for every GEMM whose result is replaced."""
+
+    def on_attention(self, op: Op, anchor: Anchor, func: Any, args: Any, kwargs: Any) -> None:
+        """Called for every attention whose result is replaced."""
 
     def _compare(self, op: Op, slot: int, mine: torch.Tensor, theirs: torch.Tensor | None) -> None:
         if theirs is None:
@@ -149,7 +167,14 @@ class Replay(TorchDispatchMode):
             return
         same = a.dtype == b.dtype
         equal = float((a == b).double().mean()) if same else 0.0
-        self.scores.append(Score(op.module, slot, equal, ulp_distance(a, b) if same else -1, a.numel()))
+        self.scores.append(Score(op.module, slot, equal, ulp_distance(a, b) if same else -1, a.numel(), distance(a, b)))
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """‖a − b‖ / ‖b‖, in FP64; 0 for two zero tensors."""
+    x, y = a.double(), b.double()
+    norm = float(y.norm())
+    return float((x - y).norm()) / norm if norm else float((x - y).norm() > 0)
 
 
 def ulp_distance(a: torch.Tensor, b: torch.Tensor) -> int:
@@ -178,8 +203,12 @@ def replay(model: nn.Module, pair: Pair, values: EngineValues) -> list[Score]:
     Raises:
         AlignmentError: not one anchor could be replaced.
     """
+    return run_replay(model, Replay(model, pair, values), values)
+
+
+def run_replay(model: nn.Module, mode: Replay, values: EngineValues) -> list[Score]:
+    """The same with a mode of one's own."""
     ids = torch.tensor([values.tokens])
-    mode = Replay(model, pair, values)
     with torch.no_grad():
         model(input_ids=ids, use_cache=False)  # compile what is patched before the mode is on
         mode.scores.clear()

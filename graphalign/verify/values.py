@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ class EngineValues:
     """Extern node to what it wrote."""
     output: torch.Tensor | None
     """The compiled graph's result, [tokens, hidden]."""
+    rows: dict[str, dict[int, float]] = field(default_factory=dict)
+    """GEMM node to {number of rows: share of elements that stay bitwise equal when it runs on its first rows only}."""
 
 
 def read_values(path: str | Path, capture: InferenceGraph) -> EngineValues:
@@ -58,7 +60,11 @@ def read_values(path: str | Path, capture: InferenceGraph) -> EngineValues:
                     reads[node.name, name] = t
         if (t := tensors.get(f"{i}.result.0")) is not None:
             writes.setdefault(node.name, t)
-    return EngineValues(tokens, reads, writes, tensors.get("output"))
+    try:
+        rows = {n.name: {int(k): float(v) for k, v in c["rows"].items()} for n, c in zip(nodes, calls, strict=True) if c.get("rows")}
+    except (ValueError, TypeError, AttributeError):
+        raise CaptureFileError(f"{path} holds no engine values", where=str(path)) from None
+    return EngineValues(tokens, reads, writes, tensors.get("output"), rows)
 
 
 def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

@@ -1,0 +1,193 @@
+"""A gap report as text for people."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from graphalign.verify.gap.report import GapReport, Measured, Share, VariantResult
+from graphalign.verify.gap.statistics import Estimate, GapStatistics
+from graphalign.verify.gap.variants import EVERYTHING, FP32, PAPERS_TITLE, POINTWISE, STOCK
+
+UNIT = 1e-4
+"""The paper's unit, in nats."""
+MOST_ROWS = 14
+
+
+@dataclass(frozen=True)
+class Unit:
+    """How numbers of one kind are written: all in one unit, with the same decimals."""
+
+    exponent: int
+    decimals: int
+
+    def __str__(self) -> str:
+        return f"1e{self.exponent}"
+
+    def number(self, x: float) -> str:
+        """`17.7`"""
+        return f"{x / 10.0**self.exponent:.{self.decimals}f}"
+
+    def estimate(self, e: Estimate) -> str:
+        """`17.7 [16.1, 19.4]`"""
+        return self.number(e.value) + ("" if e.low is None or e.high is None else f" [{self.number(e.low)}, {self.number(e.high)}]")
+
+
+def unit_for(x: float) -> Unit:
+    """The paper's unit, 1e-4 nats, unless `x` is far from it; so that `x` has three digits.
+
+    Args:
+        x: the largest number of its kind.
+    """
+    power = math.floor(math.log10(abs(x))) if x and math.isfinite(x) else -4
+    exponent = -4 if -4 <= power <= -1 else power
+    return Unit(exponent, max(0, 2 - (power - exponent)))
+
+
+def units(report: GapReport) -> tuple[Unit, Unit]:
+    """Units of k3 and of d in a report's tables."""
+    stock = report.variant(STOCK).sampled.pooled
+    return unit_for(stock.k3.value), unit_for(stock.mean_abs_d.value)
+
+
+def percent(e: Estimate | None) -> str:
+    """`−37 % [−41, −33]`."""
+    if e is None:
+        return ""
+    interval = "" if e.low is None or e.high is None else f" [{e.low:+.0%}, {e.high:+.0%}]".replace("%", "")
+    return f"{e.value:+.1%}{interval}"
+
+
+def render_gap(report: GapReport, console: Console) -> None:
+    """Print the tables of a report."""
+    r = report
+    seeds = ", ".join(map(str, r.seeds))
+    console.print(Text(f"{r.tokens} tokens in {r.sequences} responses ({r.prompts}; seeds {seeds}; at most {r.max_tokens} tokens)"))
+    k, d = units(r)
+    words = (
+        f"d = inference − training log-probability of a token, in {d} nats; k3 = mean(exp(−d) − 1 + d), in {k} nats; with bootstrap 95 % "
+    )
+    console.print(Text(words + "intervals over responses", style="dim"))
+    for side, title in (
+        ("sampled", "Against the engine as it sampled (decode, in a batch): what an RL run sees"),
+        ("prefill", "Against the engine when it scores the same tokens in one prefill"),
+    ):
+        console.print(_gaps(r, side, title))
+    console.print(
+        Text("The engine against itself, as sampled minus in prefill (no patch of a trainer removes it): " + describe(r.engine_gap))
+    )
+    _seeds(r, console)
+    if r.attribution is not None:
+        console.print(_shares(r))
+    _residue(r, console)
+    if r.emulated is not None:
+        e = r.emulated
+        groups = ", ".join(f"{k} {v}" for k, v in e.groups.items()) or "none"
+        console.print(Text(
+            f"The other way round: an engine that rounds where the source does (emulate_precision_casts), with the stock trainer:\n"
+            f"  sites left {e.sites} ({groups}); as sampled {describe(e.gap)}; in prefill {describe(e.prefill)}\n"
+            f"  {e.tokens_per_second:.1f} tokens/s generated, against {r.engine_tokens_per_second:.1f} of the engine as it is"
+        ))  # fmt: skip
+    for note in r.notes:
+        console.print(Text(f"note: {note}", style="yellow"))
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+
+
+def describe(s: GapStatistics) -> str:
+    """Statistics in a line."""
+    k, d = unit_for(s.k3.value), unit_for(s.mean_abs_d.value)
+    return f"k3 {k.estimate(s.k3)} · {k}, mean |d| {d.estimate(s.mean_abs_d)} · {d} nats, {s.equal_share.value:.1%} equal"
+
+
+def main_rows(report: GapReport) -> list[VariantResult]:
+    """The variants worth a row: no more than `MOST_ROWS` subsets of groups, and everything that is none."""
+    few = [v for v in report.variants if len(report.variants) <= MOST_ROWS or len(v.groups) <= 1 or _special(v)]
+    return sorted(few, key=lambda v: (v.name != STOCK, -v.sampled.pooled.k3.value))
+
+
+def _special(v: VariantResult) -> bool:
+    return v.name in (STOCK, EVERYTHING, FP32, POINTWISE) or "engine's" in v.name or v.title == PAPERS_TITLE
+
+
+def _gaps(r: GapReport, side: str, title: str) -> Table:
+    table = _table(title)
+    k, d = units(r)
+    table.add_column("trainer", min_width=18)
+    for name in ("edges", "k3", "against stock", "mean d", "mean |d|", "max", "equal"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for v in main_rows(r):
+        if "engine's" in v.name and side == "sampled":
+            continue
+        m: Measured = getattr(v, side)
+        p = m.pooled
+        table.add_row(v.title, str(v.edges or ""), k.estimate(p.k3), percent(m.against_stock.k3_relative) if m.against_stock else "",
+                      d.estimate(p.mean_d), d.number(p.mean_abs_d.value), f"{p.max_abs_d:.3f}", f"{p.equal_share.value:.1%}")  # fmt: skip
+    return table
+
+
+def _seeds(r: GapReport, console: Console) -> None:
+    if len(r.seeds) < 2:
+        return
+    table = _table("k3 against stock, seed by seed, as sampled")
+    table.add_column("trainer", no_wrap=True)
+    for s in r.seeds:
+        table.add_column(f"seed {s}", justify="right", no_wrap=True)
+    for v in main_rows(r):
+        if v.sampled.against_stock_by_seed and (len(v.groups) != 1 or _special(v)) and "engine's" not in v.name:
+            table.add_row(v.title, *(percent(v.sampled.against_stock_by_seed[s].k3_relative) for s in r.seeds))
+    console.print(table)
+
+
+def _shares(r: GapReport) -> Table:
+    a = r.attribution
+    assert a is not None
+    how = f"all {a.subsets} subsets measured" if a.exact else f"sampled orders, {a.subsets} subsets measured"
+    table = Table(
+        title=f"Shapley share of each group in the reduction of k3 ({how})", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
+    )
+    table.add_column("group")
+    for name in ("as sampled", "part", "alone", "in prefill", "part", ""):
+        table.add_column(name, justify="right", no_wrap=True)
+    k, _ = units(r)
+    prefill = {s.group: s for s in a.prefill}
+    for s in sorted(a.sampled, key=lambda s: -s.reduction.value):
+        other: Share = prefill[s.group]
+        flag = "widens the gap" if s.widens else ""
+        table.add_row(
+            s.group,
+            k.estimate(s.reduction),
+            f"{s.part:.0%}",
+            k.estimate(s.alone) if s.alone else "",
+            k.estimate(other.reduction),
+            f"{other.part:.0%}",
+            flag,
+        )
+    return table
+
+
+def _residue(r: GapReport, console: Console) -> None:
+    if r.residue is None:
+        if r.residue_skipped:
+            console.print(Text(f"kernels were not compared: {r.residue_skipped}", style="yellow"))
+        return
+    x = r.residue
+    table = _table(f"What is left: bitwise equal elements on the engine's own operands ({x.tokens} tokens)")
+    for name in ("class", "equal", "lowest", "results"):
+        table.add_column(name, justify="left" if name == "class" else "right")
+    rows = [("GEMM, the trainer's against the engine's, equal shapes", x.gemm)]
+    rows += [(f"GEMM, the engine's, {n} row{'s' if n > 1 else ''} against all", a) for n, a in x.gemm_rows.items()]
+    rows += [("attention, the trainer's against the engine's", x.attention), ("patched regions (below 1: order of summation)", x.regions)]
+    for name, a in rows:
+        if a is not None:
+            table.add_row(name, f"{a.equal:.5f}", f"{a.lowest:.5f}", str(a.results))
+    console.print(table)
+    if r.shared_skipped:
+        console.print(Text(f"the engine's kernels were not tried in the trainer: {r.shared_skipped}", style="yellow"))
