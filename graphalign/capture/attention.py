@@ -90,12 +90,45 @@ def wrap(fn: Callable[..., Any], implementation: str | None) -> Callable[..., An
 
     @functools.wraps(fn)
     def attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if getattr(fn, "_graphalign_stand_in", False) and (recorder := active()) is not None:
+            recorder.note(f"{implementation} is not installed here: a stand-in attends, with the same operands and parameters")
+        query, key, value = _as_autocast_does(fn, module, (query, key, value), args, kwargs)
         run = functools.partial(fn, module, query, key, value, *args, **kwargs)
         mask = args[0] if args else kwargs.get("attention_mask")
         return anchor_scope(OP, run, (query, key, value), attributes(module, query, key, mask, kwargs, implementation))
 
     attention._graphalign_original = fn  # type: ignore[attr-defined]
     return attention
+
+
+def _as_autocast_does(
+    fn: Callable[..., Any], module: Any, operands: tuple[torch.Tensor, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[torch.Tensor, ...]:
+    """Under autocast, the operands as the kernel inside reads them: the cast is part of the anchor's inside and would not be recorded.
+
+    Whether autocast casts there is tried: with operands cast beforehand the result must be bitwise the same.
+    """
+    device = operands[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return operands
+    dtype = torch.get_autocast_dtype(device)
+    if all(x.dtype == dtype for x in operands):
+        return operands
+    recorder = active()
+    assert recorder is not None
+    with recorder.paused():
+        plain, cast = (_first(fn(module, *given, *args, **kwargs)) for given in (operands, tuple(x.to(dtype) for x in operands)))
+        alike = plain.dtype == cast.dtype and torch.equal(plain, cast)
+    if not alike:
+        recorder.note(f"attention under autocast does not cast its operands to {dtype}; they are taken as the model passes them")
+        return operands
+    return tuple(x.to(dtype) for x in operands)
+
+
+def _first(result: Any) -> torch.Tensor:
+    found = result[0] if isinstance(result, tuple | list) else result
+    assert isinstance(found, torch.Tensor)
+    return found
 
 
 def attributes(

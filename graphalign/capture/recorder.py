@@ -30,6 +30,11 @@ from graphalign.ir.training import Input, Node, Source, Value
 MAX_DATA = 1 << 20
 """Largest content, in bytes, that is recorded for an input."""
 
+Watched = Callable[[Sequence[Value | None], Sequence[Any]], None]
+Watch = Callable[[str, Callable[..., Any], Sequence[Any], Mapping[str, Any]], Watched | None]
+"""Called with (op, function, arguments, keyword arguments) before an op runs; what it returns is called with the node's
+outputs and the tensors that they stand for. What either runs is not recorded. A composite anchor's function takes no arguments."""
+
 
 @dataclass
 class Recording:
@@ -51,10 +56,12 @@ class Recorder(TorchDispatchMode):
         module: the model; names of parameters, buffers and modules are its qualified names, wrappers' prefixes as they are.
             A parameter that has several names (tied) is one input, under the first.
         inputs: run-time tensors by name (`input_ids`, `position_ids`).
+        watch: sees the tensors of every op that is recorded.
     """
 
-    def __init__(self, module: nn.Module, inputs: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, module: nn.Module, inputs: Mapping[str, torch.Tensor], watch: Watch | None = None) -> None:
         super().__init__()
+        self._watch = watch
         self._values: list[Value] = []
         self._inputs: list[Input] = []
         self._nodes: list[Node] = []
@@ -124,6 +131,7 @@ class Recorder(TorchDispatchMode):
         module, self._source = self._place(caller(1))
         # Arguments first: the op may write into them.
         enc_args, enc_kwargs = tuple(self.encode(a) for a in args), {k: self.encode(v) for k, v in kwargs.items()}
+        done = self._watch(str(func), func, args, kwargs) if self._watch is not None else None
         out = func(*args, **kwargs)
         written = _written(func, args, kwargs)
         ids = {id(t) for t in written}
@@ -132,6 +140,8 @@ class Recorder(TorchDispatchMode):
         results += [t for t in written if id(t) not in returned]  # void ops: the written arguments follow the results
         outputs = [self._new(t) if isinstance(t, torch.Tensor) else None for t in results]
         self._nodes.append(Node(op=str(func), args=enc_args, kwargs=enc_kwargs, outputs=tuple(outputs), module=module, source=self._source))
+        if done is not None:
+            done(outputs, results)
         for t, v in zip(results, outputs, strict=True):
             if v is not None:
                 (self._tensors.write if id(t) in ids else self._tensors.bind)(t, v.id)
@@ -161,6 +171,16 @@ class Recorder(TorchDispatchMode):
         """Add a sentence to the header's notes, once."""
         self._notes.setdefault(text)
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within the block nothing is recorded, and no dispatch mode is seen."""
+        before, self._suspended = self._suspended, True
+        try:
+            with _disable_current_modes():
+                yield
+        finally:
+            self._suspended = before
+
     def composite(
         self, op: str, fn: Callable[[], Any], tensors: Sequence[torch.Tensor | None], attrs: Mapping[str, Any], *, outputs: int = 1
     ) -> Any:
@@ -186,6 +206,7 @@ class Recorder(TorchDispatchMode):
         self._suspended = True
         try:
             with _disable_current_modes():
+                done = self._watch(op, fn, tensors, attrs) if self._watch is not None else None
                 result = fn()
         finally:
             self._suspended = False
@@ -194,6 +215,9 @@ class Recorder(TorchDispatchMode):
         leaves = _flat(result)
         values = [self._new(t) if isinstance(t, torch.Tensor) and i < outputs else None for i, t in enumerate(leaves)]
         self._nodes.append(Node(op=op, args=args, kwargs=kwargs, outputs=tuple(values), module=self.module, source=source))
+        if done is not None:
+            with _disable_current_modes():
+                done(values, leaves)
         for t, v in zip(leaves, values, strict=True):
             if v is not None:
                 self._tensors.bind(t, v.id)
@@ -292,9 +316,9 @@ def anchor_scope(
 
 
 @contextmanager
-def record(module: nn.Module, inputs: Mapping[str, torch.Tensor]) -> Iterator[Recorder]:
+def record(module: nn.Module, inputs: Mapping[str, torch.Tensor], watch: Watch | None = None) -> Iterator[Recorder]:
     """Record what runs inside the `with` block. Call `finish` on the recorder after it."""
-    recorder = Recorder(module, inputs)
+    recorder = Recorder(module, inputs, watch)
     with warnings.catch_warnings():
         # An OptimizedModule warns that global hooks fire once more for itself; that push and pop is harmless (torch 2.13).
         warnings.filterwarnings("ignore", message="Using `torch.compile\\(module\\)` when there are global hooks")

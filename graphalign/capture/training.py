@@ -8,7 +8,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from graphalign.capture.attention import composite_attention, one_sequence
-from graphalign.capture.recorder import record
+from graphalign.capture.recorder import Watch, record
 from graphalign.engines.trainer import build_trainer, parse_dtype
 from graphalign.errors import BadInputError, CaptureFailedError, GraphalignError
 from graphalign.ir.config import config_digest
@@ -40,6 +40,7 @@ def capture_training(
     grad: bool = True,
     trust_remote_code: bool = False,
     progress: Callable[[str], None] | None = None,
+    then: Callable[[nn.Module], None] | None = None,
 ) -> TrainingGraph:
     """Record one eager forward of `tokens` tokens (batch 1).
 
@@ -50,6 +51,7 @@ def capture_training(
         autocast: run under `torch.autocast` with this dtype.
         grad: record with gradients enabled, as in training. Some kernels differ without (`matmul` folds batches only with it).
         progress: called with a line per stage.
+        then: called with the module after it was recorded.
 
     Raises:
         BadInputError: a wrong option, folder, config or factory.
@@ -77,25 +79,44 @@ def capture_training(
     say(f"recording {tokens} tokens")
     graph = record_forward(module, tokens=tokens, autocast=autocast, grad=grad, name=name)
     timings = {"build": built - started, "record": time.perf_counter() - built}
+    if then is not None:
+        then(module)
     return graph.model_copy(update={"header": graph.header.model_copy(update={"timings": timings})})
 
 
-def record_forward(module: nn.Module, *, tokens: int = 8, autocast: str | None = None, grad: bool = True, name: str = "") -> TrainingGraph:
-    """Record one forward of a module as it stands. Its mode (train or eval) is not changed; see `capture_training`."""
+def record_forward(
+    module: nn.Module,
+    *,
+    tokens: int = 8,
+    autocast: str | None = None,
+    grad: bool = True,
+    name: str = "",
+    ids: Sequence[int] | None = None,
+    watch: Watch | None = None,
+) -> TrainingGraph:
+    """Record one forward of a module as it stands. Its mode (train or eval) is not changed; see `capture_training`.
+
+    Args:
+        ids: a real prompt's tokens, at positions 0, 1, …; without it, made-up ones spread over the vocabulary and the positions.
+        watch: sees the tensors of every op, see `recorder.Watch`.
+    """
     config: Any = getattr(module, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     vocab = int(getattr(text, "vocab_size", 0) or _embedding_size(module) or 256)
     positions = int(getattr(text, "max_position_embeddings", 0) or getattr(text, "n_positions", 0) or DEFAULT_POSITIONS)
+    if ids is not None:
+        tokens = positions = _checked_length(ids, vocab, positions)
+    given, places = (spread_ids(vocab, tokens), spread_positions(positions, tokens)) if ids is None else (list(ids), list(range(tokens)))
     anchor = next(module.parameters(), None)
     device = anchor.device if anchor is not None else torch.device("cpu")
     inputs = {
-        "input_ids": torch.tensor([spread_ids(vocab, tokens)], device=device),
-        "position_ids": torch.tensor([spread_positions(positions, tokens)], device=device),
+        "input_ids": torch.tensor([given], device=device),
+        "position_ids": torch.tensor([places], device=device),
     }
     args, kwargs, notes = call_arguments(module, inputs)
     cast = torch.autocast(device.type, dtype=parse_dtype(autocast) if autocast else None, enabled=autocast is not None)
     try:
-        with one_sequence(), composite_attention(), torch.set_grad_enabled(grad), cast, record(module, inputs) as recorder:
+        with one_sequence(), composite_attention(), torch.set_grad_enabled(grad), cast, record(module, inputs, watch) as recorder:
             result = module(*args, **kwargs)
     except GraphalignError:
         raise
@@ -129,6 +150,17 @@ def record_forward(module: nn.Module, *, tokens: int = 8, autocast: str | None =
     return TrainingGraph(
         header=header, inputs=recording.inputs, nodes=recording.nodes, outputs=recording.outputs, sources=recording.sources
     )
+
+
+def _checked_length(ids: Sequence[int], vocab: int, positions: int) -> int:
+    """The length of a prompt that fits the model."""
+    if not 0 < len(ids) <= positions:
+        raise BadInputError(f"a prompt of {len(ids)} tokens does not fit into {positions} positions", hint="give a shorter prompt")
+    if not 0 <= min(ids) <= max(ids) < vocab:
+        raise BadInputError(
+            f"token id {max(ids)} is not one of the model's {vocab}", hint="tokenise the prompt with the model's own tokenizer"
+        )
+    return len(ids)
 
 
 def spread_positions(n: int, tokens: int) -> list[int]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphalign.engines.flash import needs_stand_in, stand_in
 from graphalign.errors import BadInputError, CaptureFailedError
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
@@ -40,7 +41,7 @@ def build_trainer(
         model_dir: folder with a `config.json`, with or without weights.
         layers: keep only the first so many decoder layers.
         dtype: of the parameters, a torch name.
-        attention: Transformers' attention implementation.
+        attention: Transformers' attention implementation; FlashAttention 2 has a stand-in where it is not installed.
         weights: `checkpoint` (must exist), `dummy` (random), or None: the checkpoint if there is one, else dummy.
         trust_remote_code: run modeling code that lies in `model_dir`.
 
@@ -59,7 +60,9 @@ def build_trainer(
         truncate(config, layers)
         from transformers import AutoModelForCausalLM
 
-        options: dict[str, Any] = {"dtype": torch_dtype, "attn_implementation": attention, "trust_remote_code": trust_remote_code}
+        stands_in = needs_stand_in(attention)
+        built_with = "sdpa" if stands_in else attention
+        options: dict[str, Any] = {"dtype": torch_dtype, "attn_implementation": built_with, "trust_remote_code": trust_remote_code}
         try:
             if found and weights != "dummy":
                 model = AutoModelForCausalLM.from_pretrained(path, config=config, local_files_only=True, **options)
@@ -67,6 +70,8 @@ def build_trainer(
                 model = _dummy_model(config, options)
         except Exception as e:  # whatever Transformers raises, the user gets one message
             raise _build_error(e, path, config, attention) from e
+        if stands_in:
+            stand_in(model)
     return model.eval()  # type: ignore[no-any-return]
 
 

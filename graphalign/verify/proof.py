@@ -110,14 +110,15 @@ def prove(
     comparison = compare(al)
     reaches = operands_by_group(stock)
     variants = _variants(spec, al, comparison, pair, training, make_spec(stock))
+    autocast = spec.regime.get("autocast")
     for name, variant in variants.items():
         say(f"replay: {name}", None)
         out.edges[name] = variant.edges if variant else 0
         if variant is None:
-            out.summaries[name] = summarise(replay(model, pair, values), reaches)
+            out.summaries[name] = summarise(replay(model, pair, values, autocast=autocast), reaches)
         else:
             with apply(model, variant, allow_stale=True, trial=False):
-                out.summaries[name] = summarise(replay(model, pair, values), reaches)
+                out.summaries[name] = summarise(replay(model, pair, values, autocast=autocast), reaches)
     return out
 
 

@@ -189,13 +189,14 @@ def ulp_distance(a: torch.Tensor, b: torch.Tensor) -> int:
     return int((order(a) - order(b)).abs().max()) if a.numel() else 0
 
 
-def replay(model: nn.Module, pair: Pair, values: EngineValues) -> list[Score]:
+def replay(model: nn.Module, pair: Pair, values: EngineValues, *, autocast: str | None = None) -> list[Score]:
     """Run the model on the recorded prompt with the engine's anchor outputs.
 
     Args:
         model: the trainer's model, stock or patched, in eval mode.
         pair: both captures, of the stock model.
         values: the engine's recorded values for one prompt.
+        autocast: dtype of `torch.autocast` around the forward.
 
     Returns:
         One score per anchor operand, in execution order.
@@ -203,13 +204,14 @@ def replay(model: nn.Module, pair: Pair, values: EngineValues) -> list[Score]:
     Raises:
         AlignmentError: not one anchor could be replaced.
     """
-    return run_replay(model, Replay(model, pair, values), values)
+    return run_replay(model, Replay(model, pair, values), values, autocast=autocast)
 
 
-def run_replay(model: nn.Module, mode: Replay, values: EngineValues) -> list[Score]:
+def run_replay(model: nn.Module, mode: Replay, values: EngineValues, *, autocast: str | None = None) -> list[Score]:
     """The same with a mode of one's own."""
     ids = torch.tensor([values.tokens])
-    with torch.no_grad():
+    cast = torch.autocast("cpu", dtype=getattr(torch, autocast) if autocast else None, enabled=autocast is not None)
+    with torch.no_grad(), cast:
         model(input_ids=ids, use_cache=False)  # compile what is patched before the mode is on
         mode.scores.clear()
         with mode:

@@ -81,19 +81,20 @@ class Measure(Replay):  # type: ignore[no-untyped-call]
             self.found[kind].append((float((a == b).double().mean()), a.numel()))
 
 
-def measure_residue(model: nn.Module, pair: Pair, values: EngineValues) -> Residue:
+def measure_residue(model: nn.Module, pair: Pair, values: EngineValues, *, autocast: str | None = None) -> Residue:
     """Compare kernels and regions on the engine's recorded values.
 
     Args:
         model: the trainer's model with the whole patch on it, in eval mode.
         pair: both captures, of the stock model.
         values: the engine's recorded values for one prompt.
+        autocast: dtype of `torch.autocast` around the forward.
 
     Raises:
         AlignmentError: see `replay`.
     """
     mode = Measure(model, pair, values)
-    scores = run_replay(model, mode, values)
+    scores = run_replay(model, mode, values, autocast=autocast)
     rows: dict[int, list[tuple[float, int]]] = defaultdict(list)
     for name, shares in values.rows.items():
         for count, share in shares.items():
@@ -107,11 +108,11 @@ def measure_residue(model: nn.Module, pair: Pair, values: EngineValues) -> Resid
     )
 
 
-def drift_by_layer(model: nn.Module, pair: Pair, values: EngineValues) -> dict[int, float]:
+def drift_by_layer(model: nn.Module, pair: Pair, values: EngineValues, *, autocast: str | None = None) -> dict[int, float]:
     """How far the trainer's values are from the engine's when nothing is replaced: layer to the root mean square, over the layer's anchor
     operands, of ‖trainer − engine‖ / ‖engine‖."""
     found: dict[int, list[float]] = defaultdict(list)
-    for s in run_replay(model, Replay(model, pair, values, inject=False), values):
+    for s in run_replay(model, Replay(model, pair, values, inject=False), values, autocast=autocast):
         layer = _layer(s)
         if layer is not None:
             found[layer].append(s.distance)

@@ -96,7 +96,7 @@ def measure_gap(
         progress("compare kernels", None)
         handle = apply(model, spec) if spec.groups else nullcontext()
         with handle:
-            out.residue = measure_residue(model, pair, values)
-            out.drift[v.EVERYTHING] = drift_by_layer(model, pair, values)
-        out.drift[v.STOCK] = drift_by_layer(model, pair, values)
+            out.residue = measure_residue(model, pair, values, autocast=autocast)
+            out.drift[v.EVERYTHING] = drift_by_layer(model, pair, values, autocast=autocast)
+        out.drift[v.STOCK] = drift_by_layer(model, pair, values, autocast=autocast)
     return out
