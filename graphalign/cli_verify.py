@@ -215,7 +215,8 @@ def _measure(
         target=inference.header.target, regime=training.header.regime, prompts=source, notes=tuple(notes), seeds=rollouts.seeds,
         max_tokens=request.max_tokens, samples_per_prompt=request.samples, sequences=len(rollouts.sequences), tokens=rollouts.tokens,
         engine_gap=summarise(engine["sampled"], engine["prefill"], resamples=resamples, strata=tokens.seeds),
-        variants=found.variants, attribution=found.attribution, residue=found.residue, shared_skipped=skipped, drift=found.drift,
+        floor=found.floor, variants=found.variants, attribution=found.attribution, residue=found.residue,
+        shared_skipped=skipped, drift=found.drift,
         engine_tokens_per_second=rollouts.tokens_per_second, emulated=emulated, seconds=dict(stages.seconds),
     )  # fmt: skip
     return report, (tokens.engine, found.logprobs)

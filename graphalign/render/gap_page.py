@@ -74,6 +74,10 @@ def _summary(r: GapReport) -> Html:
         words = "k3 with everything the graph shows", "the same, against the engine in prefill"
         cards += [(percent(side.k3_relative), word) for side, word in zip(sides, words, strict=True) if side is not None]
     cards.append((k.estimate(r.engine_gap.k3), "k3 of the engine against itself (sampled, prefill): no patch removes it"))
+    if r.floor is not None:
+        cards.append(
+            (k.estimate(r.floor.k3), "k3 of the patched trainer against itself with one weight 1 ULP off: what any difference grows to")
+        )
     notes: list[Html] = [tag("p", n, class_="banner") for n in r.notes]
     formula = (
         "d = inference − training log-probability of a generated token, in nats. k3 = mean(exp(−d) − 1 + d) estimates the KL divergence "

@@ -166,3 +166,10 @@ def test_log_probabilities_of_other_tokens_are_refused(played: tuple[torch.nn.Mo
     _, tokens = played
     with pytest.raises(GapInputError):
         tokens.check([x[::-1].copy() - 4 for x in tokens.engine["sampled"]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_trls_function_is_trls(dtype: torch.dtype) -> None:
+    theirs = pytest.importorskip("trl.trainer.utils").selective_log_softmax
+    logits, tokens = torch.randn(9, 50).to(dtype), torch.arange(9)
+    assert torch.equal(selective_log_softmax(logits, tokens), theirs(logits, tokens))

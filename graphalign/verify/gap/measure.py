@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from torch import nn
 
 from graphalign.rewrite.apply import apply
@@ -94,6 +96,9 @@ def score_variant(
 
     if variant.upcast:
         return run(copy.deepcopy(model).float())
+    if variant.nudge:
+        with _nudged(model):
+            return score_variant(model, replace(variant, nudge=False), tokens, logprobs=logprobs, autocast=autocast, progress=progress)
     handle = apply(model, variant.spec, allow_stale=False) if variant.spec is not None else nullcontext()
     with handle:
         if not variant.shared:
@@ -102,6 +107,19 @@ def score_variant(
         # compile what is patched before the mode is on, as the replay does
         score(model, tokens.prompts[:1], [tokens.responses[0][:2]], logprobs=logprobs, autocast=autocast)
         return run(model, shared(model, variant.shared))
+
+
+@contextmanager
+def _nudged(model: nn.Module) -> Iterator[None]:
+    """Within the block the first element of the first vector parameter, a norm's weight, is the next larger number of its format."""
+    weight = next((p for p in model.parameters() if p.dim() == 1), next(model.parameters()))
+    element = weight.data.view(-1)[:1]
+    before = element.clone()
+    element.copy_(torch.nextafter(before, torch.full_like(before, torch.inf)))
+    try:
+        yield
+    finally:
+        element.copy_(before)
 
 
 def measured(tokens: Tokens, side: str, values: LogProbs, stock: LogProbs | None, paper: LogProbs | None, *, resamples: int) -> Measured:
@@ -154,7 +172,9 @@ def measure_all(
 
         say(0.0)
         spec = variant.spec.model_dump(mode="json", include={"groups", "regime"}) if variant.spec else None
-        found[variant.name] = store.get(variant.name, [spec, variant.upcast, variant.shared], tokens.lengths, run)
+        found[variant.name] = store.get(
+            variant.name, [spec, variant.upcast, variant.shared, *(["nudge"] if variant.nudge else [])], tokens.lengths, run
+        )
 
 
 def results(

@@ -100,6 +100,9 @@ class GapReport(Frozen):
     """Generated tokens, all of them scored."""
     engine_gap: GapStatistics
     """The engine against itself: as sampled minus in prefill. No patch of the trainer can remove it."""
+    floor: GapStatistics | None = None
+    """The patched trainer minus itself with one element of one weight changed by one unit in the last place: a model amplifies the smallest
+    difference, so this is about how close two computations come that are not bitwise equal. None if there is no patch."""
     variants: tuple[VariantResult, ...]
     attribution: Attribution | None
     residue: Residue | None

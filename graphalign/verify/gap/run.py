@@ -20,6 +20,7 @@ from graphalign.verify.gap.measure import Progress, Tokens, measure_all, results
 from graphalign.verify.gap.report import Attribution, VariantResult
 from graphalign.verify.gap.residue import Residue, drift_by_layer, measure_residue
 from graphalign.verify.gap.score import LogProbabilities, fp32_log_softmax
+from graphalign.verify.gap.statistics import GapStatistics, summarise
 from graphalign.verify.gap.store import LogProbs, Store
 from graphalign.verify.values import EngineValues
 from graphalign.verify.variants import everything_fp32
@@ -33,6 +34,7 @@ class Found:
     attribution: Attribution | None
     logprobs: dict[str, LogProbs]
     """Variant to the log-probabilities of every sequence."""
+    floor: GapStatistics | None = None
     residue: Residue | None = None
     drift: dict[str, dict[int, float]] = field(default_factory=dict)
 
@@ -76,6 +78,7 @@ def measure_gap(
     main = v.main_variants(spec, pointwise)
     if shared is not None and spec.groups:
         main += v.shared_variants(spec)
+    nudged = [v.nudged_variant(spec)] if spec.groups else []
     subsets = [v.subset_variant(spec, s) for s in wanted_subsets(names)] if attribution and names else []
     order = list({x.name: x for x in [*main, *subsets]}.values())
     found: dict[str, LogProbs] = {}
@@ -86,10 +89,12 @@ def measure_gap(
 
     measure_all(order[:1], found, store, tokens, measure, progress)
     tokens.check(found[v.STOCK])
-    measure_all(order, found, store, tokens, measure, progress)
+    measure_all([*order, *nudged], found, store, tokens, measure, progress)
     paper = v.subset_name(spec, v.paper_groups(spec)) if v.paper_groups(spec) else None
     progress("bootstrap", None)
     out = Found(results(order, found, tokens, paper, resamples=resamples), None, found)
+    if nudged:
+        out.floor = summarise(found[v.EVERYTHING], found[v.NUDGED], resamples=resamples, strata=tokens.seeds)
     if subsets:
         out.attribution = attribute(spec, found, tokens, resamples=resamples)
     if values is not None:

@@ -81,7 +81,18 @@ def render_gap(report: GapReport, console: Console) -> None:
     console.print(
         Text("The engine against itself, as sampled minus in prefill (no patch of a trainer removes it): " + describe(r.engine_gap))
     )
+    if r.floor is not None:
+        console.print(
+            Text("The patched trainer against itself with one weight 1 ULP off (what any difference grows to): " + describe(r.floor))
+        )
     _seeds(r, console)
+    everything = next((v for v in r.variants if v.name == EVERYTHING), None)
+    if everything is not None and everything.sampled.against_paper is not None:
+        sides = {
+            side: percent(m.against_paper.k3_relative) for side in ("sampled", "prefill") if (m := getattr(everything, side)).against_paper
+        }
+        words = f"{everything.title}, against the paper's three regions on the same tokens: k3 {sides['sampled']} as sampled"
+        console.print(Text(words + (f", {sides['prefill']} in prefill" if "prefill" in sides else "")))
     if r.attribution is not None:
         console.print(_shares(r))
     _residue(r, console)

@@ -11,7 +11,7 @@ from graphalign.patch.spec import PatchSpec
 PAPER = ("rope", "swiglu", "residual_rmsnorm", "norm_weight")
 """Groups of the paper's three regions ("Where Rounding Happens Matters"): the RoPE path with the Q/K norms, SwiGLU, and residual RMSNorm up
 to its output. The residual stream itself stays rounded in it."""
-STOCK, EVERYTHING, FP32, POINTWISE = "stock", "everything", "fp32", "pointwise fp32"
+STOCK, EVERYTHING, FP32, POINTWISE, NUDGED = "stock", "everything", "fp32", "pointwise fp32", "everything, nudged"
 PAPERS_TITLE = "the paper's three regions"
 ALL_SUBSETS = 6
 """Most groups of which every subset is measured."""
@@ -29,6 +29,8 @@ class Variant:
     """The patch; None for the stock model."""
     upcast: bool = False
     """Run the whole model in FP32."""
+    nudge: bool = False
+    """Change one element of the first norm's weight by one unit in the last place."""
     shared: tuple[str, ...] = ()
     """Kernels of the engine that the trainer uses: "gemm", "attention"."""
 
@@ -82,6 +84,12 @@ def main_variants(spec: PatchSpec, pointwise: PatchSpec | None) -> list[Variant]
         out.append(Variant(POINTWISE, "all pointwise ops in FP32", ("everything_fp32",), pointwise))
     out.append(Variant(FP32, "all of the trainer in FP32", upcast=True))
     return out
+
+
+def nudged_variant(spec: PatchSpec) -> Variant:
+    """The whole patch, and the smallest change of one weight: how far apart two runs are that are not bitwise equal."""
+    whole = subset_variant(spec, [g.name for g in spec.groups])
+    return Variant(NUDGED, f"{whole.title}, one weight 1 ULP off", whole.groups, whole.spec, nudge=True)
 
 
 def shared_variants(spec: PatchSpec) -> list[Variant]:
