@@ -16,6 +16,7 @@ from torch import nn
 
 from graphalign.errors import PatchError, PatchNotLiveError
 from graphalign.rewrite.alive import not_executed, refuse_dead, refuse_rounded_input
+from graphalign.rewrite.capturing import without_idle_hooks
 from graphalign.rewrite.edit import ENTRY, rewrite
 from graphalign.rewrite.units import UnitEdit
 
@@ -143,7 +144,8 @@ def patched_class(cls: type[nn.Module], edits: Sequence[UnitEdit], dtype: torch.
         problems.clear()
         outer, _RUN.unit, _RUN.edits = (_RUN.unit, _RUN.edits), self, []
         try:
-            result = run(self, *args, **kwargs)
+            with without_idle_hooks(self):
+                result = run(self, *args, **kwargs)
             executed = sorted(_RUN.edits)
         except torch._dynamo.exc.BackendCompilerFailed:
             if not problems:

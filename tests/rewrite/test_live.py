@@ -213,3 +213,17 @@ def test_threads_count_apart() -> None:
         t.join()
     assert len(got) == 3
     assert all(torch.equal(g, want) for g in got)
+
+
+def test_hidden_states_are_recorded_and_attentions_are_refused() -> None:
+    """Transformers' hooks stay inside the layers after the first call that asks for either; Dynamo cannot trace them."""
+    model, want = patched()
+    with torch.no_grad():
+        result = model(tokens(1, 17), use_cache=False, output_hidden_states=True)
+        assert torch.equal(result.logits, want)
+        assert len(result.hidden_states) == 3
+        with pytest.raises(PatchNotLiveError, match="output_attentions is recorded inside Qwen3DecoderLayer"):
+            model(tokens(1, 17), use_cache=False, output_attentions=True)
+    assert torch.equal(logits(model), want)
+    counted = [len(m._forward_hooks) for m in model.modules()]
+    assert sum(counted) >= 4  # Transformers' hooks are where they were
