@@ -13,7 +13,7 @@ PIP := $(PY) -m pip --disable-pip-version-check
 TORCH := 2.13.0$(if $(filter Linux,$(shell uname -s)),+cpu)
 SMOLLM2 := 0.1.2
 STAMP := $(VENV)/.installed
-# Other versions of the engine, each in an environment of its own, for `--vllm-python`. About two minutes and 3.4 GiB each.
+# Other versions of the engine, each in an environment of its own, for `--vllm-python`. Two to four minutes and 3.4 GiB each.
 VERSIONS ?= 0.31.0 0.30.0 0.28.0
 PYTEST := $(PY) -m pytest
 JOBS ?= 2
@@ -74,6 +74,7 @@ bench: install  ## where the time goes, what a patch costs, its gradients
 	$(PY) tests/bench/run.py
 	$(PY) tests/bench/gradients.py
 	$(PY) tests/bench/cost.py
+	PYTHONPATH=. $(PY) tests/bench/report.py
 
 fixed-point: install  ## patch every subset of groups and capture again
 	PYTHONPATH=. $(PY) tests/bench/subsets.py

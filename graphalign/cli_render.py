@@ -26,7 +26,12 @@ def render(
         Path | None,
         typer.Option("-o", "--output", metavar="FILE", help="diff.svg, diff.dot, report.html or diff.txt; without it, text is printed."),
     ] = None,
-    group: Annotated[str, typer.Option(metavar="GROUP", help="Only this group of sites, `rope`.")] = "",
+    group: Annotated[
+        str,
+        typer.Option(
+            metavar="GROUP", help="Only this group of sites, `rope`, or one kind of what is no site: `conflicting`, `semantic`, …"
+        ),
+    ] = "",
     layer: Annotated[int | None, typer.Option(min=0, metavar="N", help="The kind of layer that layer N is.")] = None,
 ) -> None:
     """Show where rounding moved: as text, as a diagram, or as a report for a reviewer.
@@ -37,7 +42,11 @@ def render(
 
       graphalign render out/qwen3/sites.json -o rope.svg --group rope
 
+      graphalign render out/qwen3/sites.json -o unsure.svg --group conflicting
+
       graphalign render out/qwen3/sites.json -o report.html
+
+    What does not fit on a page is drawn as several: rope.svg, rope-2.svg, … Regions that look alike are drawn once.
     """
     from graphalign.ir.files import read_json, write_bytes
     from graphalign.render.textdiff import render_text
@@ -59,7 +68,9 @@ def render(
 
         write_bytes(output, render_page(report, group=group, layer=layer).encode())
     else:
-        _draw(report, _panel(report, group, layer), output)
+        for written in _draw(report, _panels(report, group, layer), output):
+            print(written)
+        return
     if output is not None:
         print(output)
 
@@ -73,39 +84,47 @@ def write_report(report: Report, path: Path) -> None:
 
 
 def _check_group(report: Report, group: str) -> None:
-    names = [g.name for g in report.groups]
+    from graphalign.render.textdiff import BUCKETS
+
+    names = [*(g.name for g in report.groups), *(b for b in BUCKETS if getattr(report, b))]
     if group and group not in names:
         raise BadInputError(
             f"there is no group {group!r}", where="--group", hint=f"one of {', '.join(names) or 'none: there are no sites'}"
         )
 
 
-def _panel(report: Report, group: str, layer: int | None) -> Panel:
+def _panels(report: Report, group: str, layer: int | None) -> list[Panel]:
+    """Of sites, the kind of layer that most layers are or that `layer` is; of entries, all."""
     if report.drawing is None:
         raise BadInputError("the sites file holds no diagram data", hint="make it anew: graphalign diff INF TRAIN -o sites.json")
-    panels = [p for p in report.drawing.panels if p.group == group and (layer is None or layer in p.layers)]
+    named = [p for p in report.drawing.panels if p.group == group]
+    panels = [p for p in named if layer is None or layer in p.layers]
     if not panels:
         omitted = next((o for o in report.drawing.omitted if o.group == group and layer in o.layers), None)
-        what = f"layer {layer} is not drawn: {omitted.differs}" if omitted else "nothing to draw: there is no site there"
-        drawn = sorted({n for p in report.drawing.panels if p.group == group for n in p.layers})
+        nothing = (
+            "nothing to draw: there is no site there" if not named and not group else f"there is no diagram of {group or 'sites'} there"
+        )
+        what = f"layer {layer} is not drawn: {omitted.differs}" if omitted else nothing
+        drawn = sorted({n for p in named for n in p.layers})
         raise BadInputError(what, where="--layer" if layer is not None else "", hint=f"layers with a diagram: {drawn}" if drawn else "")
-    return panels[0]
+    return panels if panels[0].entry else panels[:1]
 
 
-def _draw(report: Report, panel: Panel, output: Path) -> None:
+def _draw(report: Report, panels: list[Panel], output: Path) -> list[Path]:
+    """Write a file per sheet; its name tells its number from the second on."""
     from graphalign.ir.files import write_bytes
-    from graphalign.render.diagram import caption, sketch
-    from graphalign.render.dot import NoGraphvizError, to_text
-    from graphalign.render.page import draw, site_evidence
+    from graphalign.render.dot import NoGraphvizError
+    from graphalign.render.page_diagrams import pictures, sources
 
-    evidence, title = site_evidence(report), caption(panel)
-    source = sketch(panel, title=title, evidence=evidence).source.encode()
+    def write(texts: list[str], suffix: str) -> list[Path]:
+        files = [output.with_name(f"{output.stem}{f'-{n}' if n > 1 else ''}{suffix}") for n in range(1, len(texts) + 1)]
+        for file, text in zip(files, texts, strict=True):
+            write_bytes(file, text.encode())
+        return files
+
     if output.suffix.lower() == ".dot":
-        write_bytes(output, source)
-        return
+        return write([x for p in panels for x in sources(report, p)], output.suffix)
     try:
-        write_bytes(output, to_text(draw(panel, title=title, evidence=evidence, legend=True)).encode())
+        return write([x for p in panels for x in pictures(report, p)], output.suffix)
     except NoGraphvizError as e:
-        dot = output.with_suffix(".dot")
-        write_bytes(dot, source)
-        raise NoGraphvizError(dot) from e
+        raise NoGraphvizError(*write([x for p in panels for x in sources(report, p)], ".dot")) from e

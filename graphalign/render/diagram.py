@@ -1,4 +1,4 @@
-"""A panel as Graphviz source: training left, inference right, what holds the same value at the same height.
+"""A sheet as Graphviz source: training left, inference right, what holds the same value at the same height.
 
 A rounded edge is solid and starts with a diamond, an unrounded one is dashed; the colours say it again (Okabe and Ito's palette).
 A site is a labelled stop on its edge: filled where the value is rounded, hollow where it is not.
@@ -12,25 +12,31 @@ from dataclasses import dataclass, field
 
 import graphviz
 
-from graphalign.render.words import SHORT, clean, formats, kernel_name, layer_words, shorten, wrap
-from graphalign.sites.drawing import Arrow, Panel, Vertex
+from graphalign.render.labels import SOURCES, kernels_label, lines, sites_label, vertex_hover, wrap
+from graphalign.render.sheets import BARS, STEPS, Sheet, own
+from graphalign.render.words import clean, formats, shorten
+from graphalign.sites.drawing import Arrow, Vertex
 
 ROUNDED, UNROUNDED, ODD = "#c2410c", "#0369a1", "#a16207"
 """Vermillion, blue, and mustard for what is no site but not in order either; dark enough for white text and for thin lines."""
 INK, SOFT, BAR = "#1f2933", "#5b6875", "#3b4754"
 FONT = "Helvetica,Arial,sans-serif"
-LEGEND = "     ".join(
-    f"<FONT POINT-SIZE='9' COLOR='{color}'>{words}</FONT>"
-    for color, words in (
-        (ROUNDED, "◆━━ rounded where it starts"),
-        (UNROUNDED, "╍╍╍ not rounded: read in FP32"),
-        (SOFT, "named stop: a site, filled where rounded"),
-        (SOFT, "solid bar: not compared inside"),
-        (SOFT, "box: region"),
-        (SOFT, "frame: one kernel"),
+LARGE, SMALL = 10.5, 9
+"""Points. Text at A4 is judged by the smaller one."""
+LONG = 20
+"""Characters in a stop; more are put on two lines."""
+_BREAK = "<BR ALIGN='LEFT'/>"
+LEGEND = "".join(
+    "     ".join(f"<FONT POINT-SIZE='{SMALL}' COLOR='{color}'>{words}</FONT>" for color, words in row) + _BREAK
+    for row in (
+        (
+            (ROUNDED, "◆━━ rounded where it starts"),
+            (UNROUNDED, "╍╍╍ not rounded: read in FP32"),
+            (SOFT, "named stop: a site, filled where rounded"),
+        ),
+        ((SOFT, "solid bar: not compared inside"), (SOFT, "tinted box: region"), (SOFT, "frame: one kernel"), (SOFT, "level: same value")),
     )
 )
-_BREAK = "<BR ALIGN='LEFT'/>"
 SIDES = {"t": "training: eager Transformers", "i": "inference: vLLM's compiled engine"}
 
 
@@ -46,29 +52,38 @@ class Sketch:
 
 
 def sketch(
-    panel: Panel, *, title: str = "", prefix: str = "g", evidence: dict[str, str] | None = None, legend: bool = True, aligned: bool = True
+    sheet: Sheet,
+    *,
+    title: str = "",
+    note: str = "",
+    prefix: str = "g",
+    evidence: dict[str, str] | None = None,
+    legend: bool = True,
+    aligned: bool = True,
 ) -> Sketch:
-    """Draw a panel.
+    """Draw a sheet.
 
     Args:
-        panel: what to draw.
+        sheet: what to draw.
         title: a line above it.
+        note: another one, smaller.
         prefix: begins every id, so that several diagrams fit on one page.
         evidence: site to what it says when it is pointed at.
         legend: explain the lines below it.
         aligned: put partners at the same height.
     """
-    return _Sketcher(panel, prefix, evidence or {}).run(title, legend, aligned)
+    return _Sketcher(sheet, prefix, evidence or {}).run(title, note, legend, aligned)
 
 
 class _Sketcher:
-    def __init__(self, panel: Panel, prefix: str, evidence: dict[str, str]) -> None:
-        self.panel, self.prefix, self.evidence = panel, prefix, evidence
+    def __init__(self, sheet: Sheet, prefix: str, evidence: dict[str, str]) -> None:
+        self.sheet, self.prefix, self.evidence = sheet, prefix, evidence
+        panel = self.panel = sheet.panel
         self.out = Sketch("")
         self.by_id = {v.id: v for v in panel.vertices}
         self.rows: dict[str, list[str]] = defaultdict(list)
 
-    def run(self, title: str, legend: bool, aligned: bool) -> Sketch:
+    def run(self, title: str, note: str, legend: bool, aligned: bool) -> Sketch:
         g = graphviz.Digraph(
             "graphalign",
             graph_attr={
@@ -77,7 +92,7 @@ class _Sketcher:
                 "fontname": FONT,
                 "fontsize": "13",
                 "fontcolor": INK,
-                "ranksep": "0.28",
+                "ranksep": "0.25",
                 "nodesep": "0.16",
                 "labelloc": "t",
                 "labeljust": "l",
@@ -86,11 +101,12 @@ class _Sketcher:
                 "compound": "true",
                 "tooltip": " ",
             },
-            node_attr={"fontname": FONT, "fontsize": "10.5", "fontcolor": INK, "color": SOFT, "margin": "0.1,0.05", "height": "0.3"},
-            edge_attr={"fontname": FONT, "fontsize": "9", "arrowsize": "0.6"},
+            node_attr={"fontname": FONT, "fontsize": str(LARGE), "fontcolor": INK, "color": SOFT, "margin": "0.09,0.05", "height": "0.3"},
+            edge_attr={"fontname": FONT, "fontsize": str(SMALL), "arrowsize": "0.6"},
         )
-        heading = f"<FONT POINT-SIZE='14'><B>{_text(title)}</B></FONT><BR ALIGN='LEFT'/>" if title else ""
-        g.attr(label=f"<{heading}{LEGEND + _BREAK if legend else ''}>" if heading or legend else "")
+        heading = f"<FONT POINT-SIZE='14'><B>{_text(title)}</B></FONT>{_BREAK}" if title else ""
+        heading += "".join(f"<FONT POINT-SIZE='{LARGE}'>{_text(line)}</FONT>{_BREAK}" for line in wrap(note, 110, 4) if line)
+        g.attr(label=f"<{heading}{LEGEND if legend else ''}>" if heading or legend else "")
         drawn = self._pills()
         for side in "ti":
             with g.subgraph(name=f"cluster_{side}") as c:
@@ -113,7 +129,7 @@ class _Sketcher:
             row.node("head_t")
             row.node("head_i")
         if aligned:
-            self._align(g)
+            self._align(g, drawn)
         self.out.source = g.source
         return self.out
 
@@ -132,7 +148,7 @@ class _Sketcher:
                 continue
             with g.subgraph(name=f"cluster_{side}{n}") as frame:
                 frame.attr(
-                    label=f"<<FONT POINT-SIZE='9'>kernel {_text(kernel_name(kernel))}</FONT>>",
+                    label=f"<<FONT POINT-SIZE='{SMALL}'>{_text(self._kernels(boxes, kernel))}</FONT>>",
                     style="solid",
                     color=SOFT,
                     penwidth="1.6",
@@ -146,10 +162,13 @@ class _Sketcher:
                 )
                 self._boxes(frame, f"kernel_{side}{n}", boxes, drawn)
 
+    def _kernels(self, boxes: dict[int | None, list[Vertex]], kernel: str) -> str:
+        return kernels_label([kernel, *(x.kernel for vs in boxes.values() for v in vs for x in self.sheet.all(v) if x.kernel)])
+
     def _home(self, v: Vertex) -> Vertex:
-        """Whose frame and box a vertex is drawn in: a parameter stands beside its only reader."""
-        readers = {a.head for a in self.panel.arrows if a.tail == v.id}
-        return self.by_id[readers.pop()] if v.kind == "parameter" and len(readers) == 1 else v
+        """Whose frame and box a vertex is drawn in: a parameter or a table stands beside its readers if they are in one."""
+        readers = [self.by_id[a.head] for a in self.panel.arrows if a.tail == v.id] if v.kind in SOURCES else []
+        return readers[0] if readers and len({(x.launch, x.kernel, x.box) for x in readers}) == 1 else v
 
     def _boxes(self, g: graphviz.Digraph, name: str, boxes: dict[int | None, list[Vertex]], drawn: list[tuple[str, Arrow]]) -> None:
         here = {v.id for vertices in boxes.values() for v in vertices}
@@ -164,9 +183,10 @@ class _Sketcher:
                     self._vertex(g, v)
                 continue
             with g.subgraph(name=f"cluster_{name}_{box}") as c:
-                title = shorten(self.panel.boxes[box], 44)
+                names = self.sheet.regions if len({v.box for v in self.panel.vertices} - {None}) == 1 else ()
+                title = shorten(" / ".join(names or (self.panel.boxes[box],)), 40)
                 c.attr(
-                    label=f"<<FONT POINT-SIZE='9.5'>region {_text(title)}</FONT>>",
+                    label=f"<<FONT POINT-SIZE='{SMALL}'>region {_text(title)}</FONT>>",
                     style="rounded,filled",
                     color="#cbd5e1",
                     fillcolor="#f4f6f8",
@@ -187,7 +207,7 @@ class _Sketcher:
 
     def _vertex(self, g: graphviz.Digraph, v: Vertex) -> None:
         attributes: dict[str, str] = {"shape": "box", "style": "rounded,filled", "fillcolor": "#ffffff"}
-        if v.kind in ("gemm", "attention", "anchor"):
+        if v.kind in BARS:
             attributes = {
                 "shape": "box",
                 "style": "filled",
@@ -197,41 +217,25 @@ class _Sketcher:
                 "width": "1.4",
                 "height": "0.26",
             }
-        elif v.kind in ("parameter", "table", "input"):
+        elif v.kind in SOURCES:
             attributes = {"shape": "box", "style": "filled", "fillcolor": "#e8edf2", "color": "#e8edf2", "height": "0.22"}
         elif v.kind == "steps":
             attributes |= {"style": "rounded,dashed,filled"}
         elif v.kind == "sum":
             attributes |= {"peripheries": "2", "style": "filled"}
         ident = f"{self.prefix}_{v.id}"
-        self.out.hover[ident] = _vertex_hover(v)
+        self.out.hover[ident] = vertex_hover(self.sheet, v)
         self.out.partners[ident] = tuple(f"{self.prefix}_{p}" for p in v.partners)
-        g.node(v.id, label=self._label(v), id=ident, tooltip=_plain(_vertex_hover(v)), **{"class": f"vertex {v.kind}"}, **attributes)
+        g.node(
+            v.id, label=self._label(v), id=ident, tooltip=_plain(vertex_hover(self.sheet, v)), **{"class": f"vertex {v.kind}"}, **attributes
+        )
 
     def _label(self, v: Vertex) -> str:
-        if v.kind in ("gemm", "attention", "anchor", "parameter", "table", "input"):
-            word = {"gemm": "GEMM ", "attention": "attention "}.get(v.kind, "")
-            lines = wrap(word + v.label, 40) if word else wrap(v.label.replace(".", ". "), 24)
-            lines = [x.replace(". ", ".") for x in lines]
-            return f"<<FONT POINT-SIZE='{10.5 if word else 9}'>{'<BR/>'.join(_text(x) for x in lines)}</FONT>>"
-        times = f" ×{v.count}" if v.count > 1 else ""
-        if v.kind == "steps":
-            lines = wrap(v.op, 34)
-            small = f"{v.count} engine ops" if v.id[0] == "i" else f"{len(v.op.split(' → '))} steps"
-        else:
-            lines = wrap(v.label or v.op, 34)
-            other = self._other_layer(v)
-            small = f"{shorten(v.op, 30)}{times}" + (f" · {shorten(v.place.split('/')[-1], 34)}" if v.place else "") + other
-            small = f"residual sum{times}{other}" if v.kind == "sum" else small
-        big = "<BR/>".join(_text(x) for x in lines)
-        return f"<{big}<BR/><FONT POINT-SIZE='8.5' COLOR='{SOFT}'>{_text(small)}</FONT>>"
-
-    def _other_layer(self, v: Vertex) -> str:
-        from graphalign.sites.ends import layer_of
-
-        twin = v if v.id[0] == "t" else next((self.by_id[p] for p in v.partners if p in self.by_id), v)
-        layer = layer_of(twin.module)
-        return f" · layer {layer}" if layer is not None and layer != self.panel.layer else ""
+        body, small = lines(self.sheet, v)
+        size = SMALL if v.kind in SOURCES else LARGE
+        text = "<BR/>".join(_text(x) for x in body)
+        below = f"<BR/><FONT POINT-SIZE='{SMALL}' COLOR='{SOFT}'>{_text(small)}</FONT>" if small else ""
+        return f"<<FONT POINT-SIZE='{size}'>{text}</FONT>{below}>"
 
     # -- edges ------------------------------------------------------------------------------------------------------------
 
@@ -240,17 +244,19 @@ class _Sketcher:
         return [(f"p{n}", a) for n, a in enumerate(self.panel.arrows) if a.sites or a.verdict]
 
     def _own(self, a: Arrow) -> bool:
-        return not self.panel.group or any(s.rpartition(".")[0] == self.panel.group for s in a.sites)
+        return own(self.panel, a)
 
     def _pill(self, g: graphviz.Digraph, name: str, a: Arrow) -> None:
         color = (ROUNDED if a.roundings else UNROUNDED) if a.sites else ODD
-        what = ", ".join(a.sites[:2]) + (f" +{len(a.sites) - 2}" if len(a.sites) > 2 else "") if a.sites else a.verdict
+        what = sites_label(a.sites) if a.sites else a.verdict
         filled = bool(a.roundings) and self._own(a)
-        label = f"<<B>{_text(what)}</B>&#160;&#160; {'◆ ' if a.roundings else ''}{_text(formats(a.roundings))}>"
+        state = f"{'◆ ' if a.roundings else ''}{_text(formats(a.roundings))}"
+        between = "<BR/>" if len(what) + len(formats(a.roundings)) > LONG else "&#160;&#160; "
+        label = f"<<B>{_text(what)}</B>{between}{state}>"
         if not self._own(a):
-            label = f"<<FONT POINT-SIZE='8.5'>{_text(what)} {_text(formats(a.roundings))}</FONT>>"
+            label = f"<<FONT POINT-SIZE='{SMALL}'>{_text(what)}{between}{_text(formats(a.roundings))}</FONT>>"
         ident = f"{self.prefix}_{name}"
-        self.out.hover[ident] = "\n".join(self.evidence.get(s, s) for s in a.sites) or self._edge_hover(a)
+        self.out.hover[ident] = "\n\n".join(self.evidence.get(s, s) for s in a.sites) or self._edge_hover(a)
         g.node(
             name,
             label=label,
@@ -267,10 +273,11 @@ class _Sketcher:
             tooltip=_plain(self.out.hover[ident]),
             **{
                 "class": f"pill {'own' if self._own(a) else 'other'} {'rounded' if a.roundings else 'unrounded'} "
+                + ("" if a.sites else "odd ")
                 + " ".join(_class(s) for s in a.sites)
             },
         )
-        for s in a.sites:
+        for s in a.sites or (a.verdict,):
             self.rows[s].append(name)
 
     def _edges(self, g: graphviz.Digraph, drawn: list[tuple[str, Arrow]]) -> None:
@@ -308,12 +315,34 @@ class _Sketcher:
         ends = [self.by_id[x] for x in (a.tail, a.head)]
         names = " → ".join(shorten(v.label or v.op, 50) for v in ends)
         state = f"rounded to {formats(a.roundings)}" if a.roundings else "not rounded (FP32)"
+        why = f": {clean(self.panel.reason, 300)}" if self.panel.reason and a.verdict == self.panel.entry else ""
         through = f", through {', '.join(clean(b, 60) for b in a.via)}" if a.via else ""
-        return f"{names}\n{state}{through}" + (f"\n{a.verdict}" if a.verdict else "") + (f"\nsite {', '.join(a.sites)}" if a.sites else "")
+        return (
+            f"{names}\n{state}{through}"
+            + (f"\n{a.verdict}{why}" if a.verdict else "")
+            + (f"\nsite {', '.join(a.sites)}" if a.sites else "")
+        )
 
-    def _align(self, g: graphviz.Digraph) -> None:
+    def _align(self, g: graphviz.Digraph, drawn: list[tuple[str, Arrow]]) -> None:
+        heads = {a.head for a in self.panel.arrows}
+        loose = {a.tail for a in self.panel.arrows if self.by_id[a.head].kind not in STEPS}
+        for side in "ti":  # what a region reads stands above it, not beside it
+            mine = [v for v in self.panel.vertices if v.id[0] == side]
+            above = [v.id for v in mine if v.kind in (*BARS, "sum") and v.id not in heads | loose]
+            _same(g, [x for x in above if self.by_id[x].kind in BARS])
+            above += [pill for pill, a in drawn if a.tail in above]
+            for v in mine:
+                if v.kind in SOURCES and self._home(v) is not v:
+                    for x in above:
+                        g.edge(x, v.id, style="invis", weight="0")
+            last = {a.tail for a in self.panel.arrows if a.head[0] == side and self.by_id[a.head].kind in BARS}
+            pills = {id(a): pill for pill, a in drawn}
+            for a in self.panel.arrows:  # and a sum that it also feeds below it
+                if a.head[0] == side and self.by_id[a.head].kind == "sum" and self.by_id[a.tail].kind in STEPS and a.tail not in last:
+                    for x in last:
+                        g.edge(x, pills.get(id(a), a.head), style="invis", weight="0")
         for v in self.panel.vertices:
-            if v.id[0] == "t" and v.kind not in ("parameter", "table", "input") and v.partners:
+            if v.id[0] == "t" and v.kind not in SOURCES and v.partners:
                 first = next((p for p in v.partners if p in self.by_id), None)
                 if first and next((p for p in self.by_id[first].partners), None) == v.id:
                     _same(g, [v.id, first])
@@ -333,28 +362,6 @@ def _same(g: graphviz.Digraph, names: list[str]) -> None:
             row.node(n)
 
 
-def _vertex_hover(v: Vertex) -> str:
-    lines = [clean(v.source or v.label or v.op, 300)]
-    if v.place:
-        lines.append(f"{clean(v.place, 200)}")
-    if v.module:
-        lines.append(f"in {clean(v.module, 200)}")
-    what = f"{clean(v.op, 200)}: {', '.join(clean(n, 60) for n in v.names)}"
-    lines.append(what + (f" and {v.count - 8} more" if v.count > 8 else ""))
-    if v.kernel:
-        lines.append(f"kernel {clean(v.kernel, 200)}")
-    return "\n".join(lines)
-
-
-def caption(panel: Panel) -> str:
-    """What a panel shows, in a line."""
-    group = panel.group or "all sites"
-    if panel.layer is None:
-        return f"{group}: outside the layers (final norm)"
-    others = "" if len(panel.layers) == 1 else f"; it stands for {layer_words(panel.layers)}"
-    return f"{group}: layer {panel.layer}{others}"
-
-
 def _text(text: str) -> str:
     """Escaped for an HTML-like label."""
     return html.escape(clean(text), quote=True).replace("\\", "&#92;")
@@ -367,6 +374,3 @@ def _plain(text: str) -> str:
 
 def _class(site: str) -> str:
     return "site-" + "".join(c if c.isalnum() else "-" for c in site)
-
-
-__all__ = ["SHORT", "Sketch", "caption", "sketch"]

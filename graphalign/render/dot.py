@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
@@ -48,12 +49,21 @@ class NoGraphvizError(GraphalignError):
     """`dot` is missing.
 
     Args:
-        written: the file with Graphviz source that was written instead.
+        written: the files with Graphviz source that were written instead.
     """
 
-    def __init__(self, written: Path | None = None) -> None:
-        hint = f"{written} was written instead; with Graphviz: dot -Tsvg {written} -o {written.with_suffix('.svg')}" if written else ""
+    def __init__(self, *written: Path) -> None:
+        hint = ""
+        if written:
+            more = f" ({len(written) - 1} more beside it)" if len(written) > 1 else ""
+            first = f"dot -Tsvg {written[0]} -o {written[0].with_suffix('.svg')}"
+            hint = f"{written[0]} was written instead{more}; with Graphviz: {first}"
         super().__init__(GET_GRAPHVIZ, hint=hint)
+
+
+def has_dot() -> bool:
+    """Whether Graphviz is installed."""
+    return shutil.which("dot") is not None
 
 
 def draw_svg(sketch: Sketch) -> ET.Element:

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import xml.etree.ElementTree as ET
 from pathlib import Path
 
-from graphalign.errors import GraphalignError
-from graphalign.render.diagram import Sketch, caption, sketch
-from graphalign.render.dot import GET_GRAPHVIZ, NoGraphvizError, draw_svg, to_text
+from graphalign.render.dot import has_dot
 from graphalign.render.markup import Content, Html, table, tag, text
+from graphalign.render.page_diagrams import choose, diagrams_section, figure_id, figures, omitted, site_evidence
 from graphalign.render.page_sites import details_section, sites_section
 from graphalign.render.textdiff import BUCKETS, TITLES, render_text
-from graphalign.render.words import action, clean, headline, layer_words, place
+from graphalign.render.words import action, backend, clean, headline, place
 from graphalign.sites.drawing import Panel
 from graphalign.sites.report import Entry, Report
 from graphalign.sites.table import ranges
@@ -39,9 +37,9 @@ def render_page(report: Report, *, group: str = "", layer: int | None = None) ->
     sections = [
         ("summary", "Summary", _summary(report)),
         ("table", "Sites", sites_section(report)),
-        ("diagrams", "Diagrams", _diagrams(report, group, layer)),
+        ("diagrams", "Diagrams", diagrams_section(report, group, layer)),
         ("source", "Source of both sides", details_section(report)),
-        ("others", "What is no site", _others(report)),
+        ("others", "What is no site", _others(report, group, layer)),
         ("assumptions", "Assumptions and versions", _assumptions(report)),
         ("text", "As text", _as_text(report)),
     ]
@@ -87,7 +85,7 @@ def _summary(report: Report) -> Html:
         parts.append(
             _banner(
                 "bad",
-                f"The two sides compute different functions in {len(report.semantic)} place(s). "
+                f"The two sides compute different functions in {_plural(len(report.semantic), 'place')}. "
                 "No patch of roundings makes them agree; see ",
                 "others",
                 "semantic divergence",
@@ -99,6 +97,8 @@ def _summary(report: Report) -> Html:
                 "p", "The engine's side was simulated without its device and was not compared with one from a real device.", class_="banner"
             )
         )
+    if words := backend(report):
+        parts.append(tag("p", words, class_="banner"))
     kinds = {g.kind for g in report.groups}
     story = {"keep": "the trainer rounds and the engine keeps FP32", "round": "the engine rounds and the trainer keeps FP32"}
     if report.groups:
@@ -110,8 +110,12 @@ def _summary(report: Report) -> Html:
         parts.append(
             tag(
                 "p",
-                f"In {sites} places of the model's source ({report.sites} edges over all layers) {what}. "
-                "Rounding where the engine rounds makes them agree.",
+                f"In {_plural(sites, 'place')} of the model's source ({_plural(report.sites, 'edge')} over all layers) {what}. "
+                + (
+                    "Rounding where the engine rounds removes these differences, not the entries under What is no site."
+                    if any(getattr(report, b) for b in BUCKETS)
+                    else "Rounding where the engine rounds makes them agree."
+                ),
             )
         )
     cards = [
@@ -120,9 +124,11 @@ def _summary(report: Report) -> Html:
         (s.get("anchors", "?"), "GEMMs and attentions matched"),
     ]
     if check.get("operands"):
+        assumed = check.get("assumed_tables") or 0
+        tables = f", and {_plural(assumed, 'read')} of an unpatchable table taken as unrounded" if assumed else ""
         cards += [
             (f"{check['equal_stock']:.1%}", "of anchor operands' elements equal, as the trainer stands"),
-            (f"{check['equal_with_sites']:.3%}", f"with these sites applied (lowest operand {check['lowest_with_sites']:.2%})"),
+            (f"{check['equal_with_sites']:.3%}", f"with these sites applied{tables} (lowest operand {check['lowest_with_sites']:.2%})"),
         ]
     parts.append(tag("div", [tag("div", [tag("b", str(n)), tag("span", t)], class_="card") for n, t in cards], class_="cards"))
     rows = [
@@ -148,155 +154,57 @@ def _summary(report: Report) -> Html:
     return text([text(p) for p in parts])
 
 
+def _plural(n: int, word: str) -> str:
+    return f"{n} {word}{'' if n == 1 else 's'}"
+
+
 def _banner(kind: str, words: str, link: str, label: str) -> Html:
     return tag("p", [words, tag("a", label, href=f"#{link}"), "."], class_=f"banner {kind}")
-
-
-# -- diagrams ---------------------------------------------------------------------------------------------------------------
-
-
-def _diagrams(report: Report, group: str, layer: int | None) -> Html:
-    drawing = report.drawing
-    if drawing is None or not drawing.panels:
-        return tag("p", "This sites file holds no diagram data." if drawing is None else "There is nothing to draw.")
-    evidence = site_evidence(report)
-    parts: list[Content] = [_legend()]
-    try:
-        for n, panel in enumerate(choose(drawing.panels, group, layer)):
-            parts.append(_figure(panel, n, evidence, opened=not panel.differs and panel.layer is not None))
-    except NoGraphvizError:
-        return text(
-            [
-                tag("p", GET_GRAPHVIZ, class_="banner"),
-                tag("p", ["Without it there are no diagrams; ", tag("a", "the text form", href="#text"), " says the same."]),
-            ]
-        )
-    notes = [
-        tag("li", f"{o.group or 'all sites'}, {layer_words(o.layers)}: {o.differs}")
-        for o in drawing.omitted
-        if not group or o.group == group
-    ]
-    if notes:
-        parts += [
-            tag("p", "Layers that are not drawn, and how they differ from the group's first diagram:"),
-            tag("ul", notes, class_="small"),
-        ]
-    return text([text(p) for p in parts])
-
-
-def choose(panels: tuple[Panel, ...], group: str, layer: int | None) -> list[Panel]:
-    """The panels of a group (of all groups where it is empty) that a layer looks like (of all kinds of layers where it is None)."""
-    return [p for p in panels if (not group or p.group == group) and (layer is None or layer in p.layers)]
-
-
-def site_evidence(report: Report) -> dict[str, str]:
-    """What a site says when it is pointed at."""
-    out = {}
-    for g in report.groups:
-        for s in g.sites:
-            lines = [
-                f"{s.id}: {action(s)}",
-                f"{clean(s.producer.text or s.producer.module, 200)}  [{place(s.producer)}]",
-                f"into {clean(s.consumer.text or s.consumer.module, 200)}  [{place(s.consumer)}]",
-            ]
-            lines += [
-                f"engine: {clean(e.producer, 60)} → {clean(e.consumer, 60)} in {clean(e.kernel, 120)}"
-                + (f" through {clean(', '.join(e.buffers), 80)}" if e.buffers else ", in registers")
-                for e in s.evidence[:2]
-            ]
-            out[s.id] = "\n".join([*lines, f"{layer_words(s.layers)}; left out alone it changes {s.effect:.1%} of the elements behind it"])
-    return out
-
-
-def _figure(panel: Panel, n: int, evidence: dict[str, str], opened: bool) -> Html:
-    drawn = draw(panel, prefix=f"d{n}", evidence=evidence)
-    svg = to_text(drawn)
-    label = caption(panel) + (f" ({panel.differs})" if panel.differs else "")
-    opening = f'<svg tabindex="0" role="img" aria-label="{text(f"Diagram of {label}. The section As text says the same in words.")}" '
-    figure = tag(
-        "figure",
-        [
-            tag("figcaption", [tag("span", [tag("strong", label)]), tag("button", "Full size", type="button", class_="size")]),
-            tag(
-                "div",
-                Html(svg.replace("<svg ", opening, 1)),
-                class_="canvas",
-            ),
-            tag(
-                "div",
-                "Point at anything, or focus the diagram and use the arrow keys: source line and evidence appear here.",
-                class_="info",
-                role="status",
-                aria_live="polite",
-            ),
-        ],
-    )
-    return figure if opened else tag("details", [tag("summary", f"Another kind: {label}"), figure])
-
-
-def draw(panel: Panel, *, title: str = "", prefix: str = "g", evidence: dict[str, str] | None = None, legend: bool = False) -> ET.Element:
-    """A panel as SVG, partners at the same height; without that where Graphviz cannot do it."""
-
-    def made(aligned: bool) -> Sketch:
-        return sketch(panel, title=title, prefix=prefix, evidence=evidence, legend=legend, aligned=aligned)
-
-    try:
-        return draw_svg(made(True))
-    except NoGraphvizError:
-        raise
-    except GraphalignError:
-        return draw_svg(made(False))
-
-
-def _legend() -> Html:
-    def line(css: str, shape: str) -> Html:
-        return Html(f'<svg width="46" height="14" viewBox="0 0 46 14" aria-hidden="true"><g class="flow {css}">{shape}</g></svg>')
-
-    solid = line("rounded", '<polygon points="0,7 5,3 10,7 5,11"/><path fill="none" stroke-width="2" d="M10 7H46"/>')
-    dashed = line("unrounded", '<path fill="none" stroke-width="2" stroke-dasharray="5 3" d="M0 7H46"/>')
-    items = [
-        [solid, "solid with a diamond: rounded there, read rounded"],
-        [dashed, "dashed: not rounded, read in FP32"],
-        [tag("span", "◆ BF16", class_="tag rounded"), " a site, on the side that rounds"],
-        [tag("span", "FP32", class_="tag unrounded"), " the same site, on the side that does not"],
-        ["solid bar: GEMM or attention, not compared inside"],
-        ["tinted box: region"],
-        ["frame: one fused kernel"],
-        ["same height: same value"],
-    ]
-    return tag("ul", [tag("li", i) for i in items], class_="legend")
 
 
 # -- the rest ---------------------------------------------------------------------------------------------------------------
 
 
-def _others(report: Report) -> Html:
+def _others(report: Report, group: str, layer: int | None) -> Html:
     parts: list[Content] = []
+    drawn = choose((p for p in report.drawing.panels if p.entry), "", layer) if report.drawing else []
     for bucket in (*BUCKETS, "interior", "tail"):
         entries: tuple[Entry, ...] = getattr(report, bucket)
         name, _, meaning = TITLES[bucket].partition(": ")
-        count = sum(e.count for e in entries)
         if not entries:
             continue
-        rows = [
-            tag(
-                "tr",
-                [
-                    tag("td", e.side, class_="nb", data_label="side"),
-                    tag("td", tag("code", e.what), data_label="what"),
-                    tag("td", ranges(e.layers) or "–", data_label="layers"),
-                    tag("td", e.count, class_="n", data_label="count"),
-                    tag("td", [e.reason, tag("div", e.where, class_="small soft")], data_label="reason"),
-                ],
-            )
-            for e in entries
-        ]
-        body = table([("side", ""), ("what", ""), ("layers", ""), ("count", "n"), ("reason, and where", "")], rows, class_="cardtable")
-        parts.append(tag("details", [tag("summary", [tag("strong", f"{name} ({count})"), f": {meaning}"]), body], open=bucket in BUCKETS))
+        panels = [p for p in drawn if p.entry == bucket]
+        rows = [_entry_row(report, e, next((p for p in panels if set(p.names) & set(e.names)), None)) for e in entries]
+        head = [("side", ""), ("what", ""), ("layers", ""), ("count", "n"), ("reason, and where", "")]
+        body: list[Content] = [table(head, rows, class_="cardtable"), *_entry_figures(report, panels)]
+        count = sum(e.count for e in entries)
+        opened = bucket in BUCKETS and group in ("", bucket)
+        parts.append(tag("details", [tag("summary", [tag("strong", f"{name} ({count})"), f": {meaning}"]), *map(text, body)], open=opened))
     empty = [TITLES[b].partition(":")[0] for b in BUCKETS if not getattr(report, b)]
     if empty:
         parts.append(tag("p", f"None: {', '.join(empty)}.", class_="soft"))
     return text([text(p) for p in parts])
+
+
+def _entry_row(report: Report, e: Entry, panel: Panel | None) -> Html:
+    link = [" ", tag("a", "diagram", href=f"#{figure_id(report, panel)}")] if panel is not None and has_dot() else None
+    return tag(
+        "tr",
+        [
+            tag("td", e.side, class_="nb", data_label="side"),
+            tag("td", tag("code", e.what), data_label="what"),
+            tag("td", ranges(e.layers) or "–", data_label="layers"),
+            tag("td", e.count, class_="n", data_label="count"),
+            tag("td", [e.reason, text(link), tag("div", e.where, class_="small soft")], data_label="reason"),
+        ],
+    )
+
+
+def _entry_figures(report: Report, panels: list[Panel]) -> list[Html]:
+    if not panels or not has_dot():
+        return []
+    evidence = site_evidence(report)
+    return [*(f for p in panels for f in figures(report, p, evidence)), omitted(report, [p.group for p in panels])]
 
 
 def _assumptions(report: Report) -> Html:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from graphalign.render.words import action, clean, expression, formats, headline, layer_words, place, shorten
+from graphalign.render.words import action, backend, clean, expression, formats, headline, layer_words, place, shorten
 from graphalign.sites.drawing import Excerpt
 from graphalign.sites.report import Entry, Report, Site
 
@@ -21,7 +21,7 @@ TITLES = {
 
 
 def render_text(report: Report, *, group: str = "", layer: int | None = None) -> str:
-    """The whole result, or one group or one layer of it.
+    """The whole result, or one group, one kind of entry or one layer of it.
 
     Lines that start with `-` are the trainer's, with `+` the engine's, with `!` no site; `@@` begins a group.
     """
@@ -36,6 +36,8 @@ def _lines(report: Report, group: str, layer: int | None) -> Iterator[str]:
     yield f"diff {headline(report)}"
     yield clean(f"--- training: eager Transformers {report.versions.get('transformers', '?')} ({regime})", 400)
     yield clean(f"+++ inference: vLLM {report.versions.get('vllm', '?')}, compiled ({target})", 400)
+    if words := backend(report):
+        yield f"    {words}"
     excerpts = {e.site: e for e in report.drawing.excerpts} if report.drawing else {}
     for g in report.groups:
         sites = [s for s in g.sites if layer is None or layer in s.layers]
@@ -44,14 +46,14 @@ def _lines(report: Report, group: str, layer: int | None) -> Iterator[str]:
         yield f"@@ {clean(g.name, 80)}: {len(sites)} sites, {sum(s.count for s in sites)} edges, {layer_words(g.layers)} @@"
         for s in sites:
             yield from _site(s, excerpts.get(s.id))
-    if group:
-        return
-    for bucket in BUCKETS:
+    for bucket in BUCKETS if not group else [b for b in BUCKETS if b == group]:
         entries = [e for e in getattr(report, bucket) if layer is None or not e.layers or layer in e.layers]
         if entries:
             yield f"@@ {TITLES[bucket]} @@"
             for e in entries:
                 yield from _entry(e)
+    if group:
+        return
     interior, tail = (sum(e.count for e in entries) for entries in (report.interior, report.tail))
     yield f"@@ not compared: {interior} interior steps, {tail} ops behind the compiled graph @@"
 

@@ -70,3 +70,15 @@ def headline(report: Report) -> str:
     name = m.get("architecture") or m.get("name") or "model"
     device = report.target.get("device_name") or report.target.get("device", "?")
     return clean(f"{name}: vLLM {v.get('vllm', '?')} on {device} against Transformers {v.get('transformers', '?')}", 300)
+
+
+def backend(report: Report) -> str:
+    """That vLLM runs the model through its Transformers backend, or as another class than its own; empty if neither, or if unknown."""
+    name, architecture = (clean(report.model.get(k) or "", 100) for k in ("engine_class", "architecture"))
+    if not name or name == architecture:
+        return ""
+    if name.startswith("Transformers"):  # TransformersForCausalLM, TransformersMoEForCausalLM, … (vLLM 0.28 to 0.32)
+        return (
+            f"vLLM has no model code of its own for {architecture}: it runs Transformers' code through its Transformers backend ({name})."
+        )
+    return f"vLLM runs {architecture} as {name}."

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import re
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import Any
 
 from graphalign.align.align import Alignment
 from graphalign.align.edges import Finding, Path
 from graphalign.ir.dataflow import Ref
+from graphalign.sites.divergence import Parting
 from graphalign.sites.drawing import Drawing, Excerpt, Omitted, Panel
 from graphalign.sites.ends import Ends, layer_of, pattern_of
-from graphalign.sites.panel import Cut, Judged, short_module
+from graphalign.sites.judged import Judged, short_module
+from graphalign.sites.panel import Cut
 
 MOST_KINDS = 3
 """Kinds of layers drawn per group; further ones are named."""
 MOST_LINES = 10
+MOST_ENTRIES = 6
+"""Diagrams of each kind of entry that is no site; further ones are named."""
+NODE = re.compile(r"%\w+")
+ENTRIES = ("semantic", "unpatchable", "conflicting", "undetermined")
 
 
-def draw(al: Alignment, ends: Ends, findings: Iterable[Finding], sites: dict[tuple[int, int, int], str]) -> Drawing:
+def draw(
+    al: Alignment, ends: Ends, findings: Iterable[Finding], sites: dict[tuple[int, int, int], str], semantic: Iterable[Parting] = ()
+) -> Drawing:
     """Choose what is drawn.
 
     Args:
@@ -26,8 +35,10 @@ def draw(al: Alignment, ends: Ends, findings: Iterable[Finding], sites: dict[tup
         ends: names of training ops.
         findings: every judged edge.
         sites: (consumer, slot, producer) to the id of the site, `rope.1`.
+        semantic: where the two sides compute different functions.
     """
-    judged = Judged({(f.consumer, f.slot, f.producer): f for f in findings}, sites)
+    parted = {p.op.id: p.reason for p in semantic}
+    judged = Judged({(f.consumer, f.slot, f.producer): f for f in findings}, sites, parted)
     by: dict[str, dict[int | None, list[Finding]]] = defaultdict(lambda: defaultdict(list))
     for key, site in sorted(sites.items()):
         layer = layer_of(al.training.ops[key[0]].module)
@@ -49,7 +60,40 @@ def draw(al: Alignment, ends: Ends, findings: Iterable[Finding], sites: dict[tup
                 panels.append(same[0].model_copy(update={"layers": layers, "differs": differs}))
             else:
                 omitted.append(Omitted(group=group, layers=layers, differs=differs))
+    entries, more = _entries(al, ends, judged, readers)
+    panels += entries
+    omitted += more
     return Drawing(panels=tuple(panels), excerpts=tuple(_excerpts(al, judged)), omitted=_merge(omitted))
+
+
+def _entries(al: Alignment, ends: Ends, judged: Judged, readers: dict[int, list[tuple[int, int]]]) -> tuple[list[Panel], list[Omitted]]:
+    """A panel for all edges of one kind and reason, in the layer that has most of them."""
+    found: dict[tuple[str, str], list[Finding]] = defaultdict(list)
+    for key, f in judged.findings.items():
+        if (verdict := judged.verdict(key)) in ENTRIES:
+            found[verdict, NODE.sub("%", _reason(judged, f))].append(f)
+    panels, omitted = [], []
+    drawn: Counter[str] = Counter()
+    for (verdict, _), edges in sorted(found.items(), key=lambda item: (ENTRIES.index(item[0][0]), item[1][0].consumer)):
+        by: dict[int | None, list[Finding]] = defaultdict(list)
+        for f in edges:
+            by[layer_of(al.training.ops[f.consumer].module)].append(f)
+        layers, reason = tuple(sorted(n for n in by if n is not None)), _reason(judged, edges[0])
+        if drawn[verdict] == MOST_ENTRIES:
+            omitted.append(Omitted(group=verdict, layers=layers, differs=reason))
+            continue
+        drawn[verdict] += 1
+        layer = max(by, key=lambda n: (len(by[n]), -1 if n is None else -n))
+        panel = Cut(al, ends, judged, verdict, layer, by[layer]).panel(readers)
+        names = tuple(dict.fromkeys(al.training.ops[f.consumer].name for f in by[layer]))
+        panels.append(Panel.model_validate(panel.model_dump() | {"entry": verdict, "reason": reason, "names": names, "layers": layers}))
+    return panels, omitted
+
+
+def _reason(judged: Judged, f: Finding) -> str:
+    if f.consumer in judged.semantic:
+        return judged.semantic[f.consumer]
+    return f"proposed as {f.verdict}, but not confirmed by the check" if f.verdict in ("keep", "round") else f.reason
 
 
 def _merge(omitted: list[Omitted]) -> tuple[Omitted, ...]:

@@ -46,7 +46,7 @@ class Arrow(Frozen):
     sites: tuple[str, ...] = ()
     """Sites that this edge is, or that it is the other side's evidence for."""
     verdict: str = ""
-    """What is wrong with it if it is no site: `conflicting`, `undetermined`, `unpatchable`, `unplaced`."""
+    """What is wrong with it if it is no site: `conflicting`, `undetermined`, `unpatchable`, `unplaced`, `semantic`."""
     via: tuple[str, ...] = ()
     """Buffers passed through (inference)."""
 
@@ -55,7 +55,13 @@ class Panel(Frozen):
     """One diagram: the sites of a group, or of all groups, in one layer that stands for all layers of its kind."""
 
     group: str
-    """Empty: all groups."""
+    """Empty: all groups. The kind of entry if it shows what is no site."""
+    entry: Literal["", "conflicting", "undetermined", "unpatchable", "semantic"] = ""
+    """What it shows instead of sites: edges with this verdict."""
+    reason: str = ""
+    """Why they are no sites."""
+    names: tuple[str, ...] = ()
+    """The training nodes that the entry is about, as in the report's entries."""
     layer: int | None
     """The layer drawn; None outside the layers (the final norm)."""
     layers: tuple[int, ...]
@@ -90,6 +96,6 @@ class Drawing(Frozen):
     """The optional section `drawing` of `sites.json`."""
 
     panels: tuple[Panel, ...] = ()
-    """Per group, most frequent kind of layer first; then those of all groups together."""
+    """Per group, most frequent kind of layer first; then those of all groups together; then those of entries that are no sites."""
     excerpts: tuple[Excerpt, ...] = ()
     omitted: tuple[Omitted, ...] = ()

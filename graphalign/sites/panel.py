@@ -16,36 +16,13 @@ from graphalign.align.edges import Finding
 from graphalign.evaluate.aten import base
 from graphalign.ir.dataflow import Op
 from graphalign.sites.drawing import Arrow, Panel, Vertex
-from graphalign.sites.ends import Ends, layer_of, pattern_of
+from graphalign.sites.ends import Ends, layer_of
+from graphalign.sites.judged import Judged, label, title
 
 Key = Hashable
 MOST_KERNELS = 3
 """Kernels in which copies of one residual sum are drawn; there can be one in every later layer."""
 KINDS = {"gemm": "gemm", "attention": "attention"}
-
-
-@dataclass
-class Judged:
-    """All findings, for looking up an edge."""
-
-    findings: dict[tuple[int, int, int], Finding]
-    """(consumer, slot, producer) to its finding."""
-    sites: dict[tuple[int, int, int], str]
-    """The same to the site it is."""
-    _launch: dict[int, int] = field(default_factory=dict)
-    _count: int = 0
-
-    def launches(self, al: Alignment) -> dict[int, int]:
-        """Inference op to the number of its kernel's launch: one generated function can be launched many times."""
-        if not self._launch:
-            before = None
-            for op in al.inference.ops:
-                if op.kind in ("op", "anchor"):
-                    here = op.where if op.kind == "op" else None
-                    if here is None or here != before:
-                        self._count += 1
-                    self._launch[op.id], before = self._count, here
-        return self._launch
 
 
 @dataclass
@@ -95,6 +72,8 @@ class Cut:
         # how a residual sum comes about is drawn only where a site ends in it
         ends = {f.consumer for f in self.findings} | {f.producer for f in self.findings if f.producer not in regions.sums}
         self.focus = {x for x in ends if self.t.ops[x].kind == "op"}
+        if any(f.consumer in self.judged.semantic and self.t.ops[f.consumer].kind == "anchor" for f in self.findings):
+            self.focus = set()  # the sides part in the anchor: what it reads is enough
         wanted = {regions.region[x] for x in self.focus - regions.sums if x in regions.region}
         layers = {layer_of(self.t.ops[x].module) for x in self.focus}
         inside = {
@@ -165,8 +144,8 @@ class Cut:
         key = (consumer, slot, producer)
         if key in self.judged.sites:
             edge.sites[self.judged.sites[key]] = None
-        elif key in self.judged.findings and self.judged.findings[key].verdict not in ("agree", "keep", "round"):
-            edge.verdict = self.judged.findings[key].verdict
+        else:
+            edge.verdict = self.judged.verdict(key) or edge.verdict
 
     # -- inference ------------------------------------------------------------------------------------------------------
 
@@ -175,10 +154,12 @@ class Cut:
         starts = []
         self.anchor_edges: list[tuple[int, int]] = []
         for sink in dict.fromkeys(self.sinks):
-            if sink in matched:
-                self.anchor_edges.append(matched[sink])
-                i, slot = matched[sink]
-                starts += [r.producer for r in self.i.ops[i].operands[slot]]
+            # an operand that holds other values has no match, but its anchor may have one
+            known = [matched[sink]] if sink in matched else [(i, sink[1]) for i in self.al.partners.get(sink[0], ())]
+            for i, slot in known:
+                if slot < len(self.i.ops[i].operands):
+                    self.anchor_edges.append((i, slot))
+                    starts += [r.producer for r in self.i.ops[i].operands[slot]]
         for f in self.findings:
             kernels: dict[int, None] = {}
             for p in f.paths:
@@ -257,6 +238,9 @@ class Cut:
                 for (a, b, roundings), edge in self.right.edges.items():
                     if a == tail and roundings == p.roundings and b in self._between(tail, head):
                         edge.sites[site] = None
+        for f in self.findings:
+            if verdict := self.judged.verdict((f.consumer, f.slot, f.producer)):
+                self._mark_entry(f, verdict)
 
     def _between(self, tail: Key | None, head: Key | None) -> set[Key]:
         """The reader and the vertices of the inference side only that lead to it."""
@@ -271,6 +255,18 @@ class Cut:
                     todo.append(a)
         return out
 
+    def _mark_entry(self, f: Finding, verdict: str) -> None:
+        """The inference edges that an edge that is no site was compared with."""
+        wanted = [(self.key_i.get(p.consumer, ("edge", p.consumer)), self.key_i.get(p.producer), p.roundings) for p in f.paths]
+        for (a, b, roundings), edge in self.right.edges.items():
+            if any(a == tail and roundings == found and b in self._between(tail, head) for head, tail, found in wanted):
+                edge.verdict = verdict
+        if not wanted and self.t.ops[f.consumer].kind == "anchor":
+            anchors = {self.key_i.get(i, ("edge", i)) for i in self.al.partners.get(f.consumer, ())}
+            for (_, b, _), edge in self.right.edges.items():
+                if b in anchors:
+                    edge.verdict = verdict
+
     # -- names ----------------------------------------------------------------------------------------------------------
 
     def _name(self) -> Panel:
@@ -278,7 +274,7 @@ class Cut:
         for x in sorted(self.members - self.al.regions.sums):
             regions[self.al.regions.region[x]].append(x)
         boxes = {r: n for n, r in enumerate(sorted(regions, key=lambda r: regions[r][0]))}
-        titles = tuple(_title([self.t.ops[x] for x in regions[r]]) for r in boxes)
+        titles = tuple(title([self.t.ops[x] for x in regions[r]]) for r in boxes)
         ids_t = {k: f"t{n}" for n, k in enumerate(_order(self.left), 1)}
         ids_i = {k: f"i{n}" for n, k in enumerate(_order(self.right), 1)}
         held: dict[Key, set[str]] = defaultdict(set)
@@ -309,12 +305,12 @@ class Cut:
         chain = " → ".join(dict.fromkeys(base(o.target) for o in ops)) if op.kind == "op" else op.kind
         steps = isinstance(key, tuple) and key[0] == "steps" and len(ops) > 1
         kind = "steps" if steps else self._kind(op)
-        label = chain if steps else _label(op, " ".join(source.text.split()) if source else "")
+        words = chain if steps else label(op, " ".join(source.text.split()) if source else "")
         return Vertex.model_validate(
             {
                 "id": name,
                 "kind": kind,
-                "label": label,
+                "label": words,
                 "op": chain,
                 "module": op.module or (op.target if op.kind == "parameter" else ""),
                 "place": f"{source.file}:{source.line}" if source else "",
@@ -348,12 +344,12 @@ class Cut:
         chain = chain if op.kind == "op" else op.kind
         border = isinstance(key, tuple) and key[0] == "border"
         known = [labels[p] for p in sorted(partners, key=lambda p: int(p[1:]))]
-        label = _label(op, "") if op.kind != "op" else (known[0] if known and not steps else "")
+        words = label(op, "") if op.kind != "op" else (known[0] if known and not steps else "")
         return Vertex.model_validate(
             {
                 "id": name,
                 "kind": "steps" if steps else kind,
-                "label": label,
+                "label": words,
                 "op": chain,
                 "module": op.module,
                 "place": place,
@@ -379,22 +375,3 @@ def _order(side: _Side) -> list[Key]:
     for key in sorted(heads, key=lambda k: side.members[k][0]):
         out.update(dict.fromkeys((*before[key], key)))
     return list(out)
-
-
-def _label(op: Op, text: str) -> str:
-    if op.kind == "parameter":
-        return short_module(op.target)
-    if op.kind in ("anchor", "output"):
-        return short_module(op.module) or op.target
-    return text or short_module(op.target) or op.target
-
-
-def short_module(module: str) -> str:
-    """A module path without the part up to the layer number."""
-    pattern = pattern_of(module)
-    return (pattern.rpartition(".*.")[2] if ".*." in pattern else pattern.removeprefix("model.")) or module
-
-
-def _title(ops: list[Op]) -> str:
-    names = dict.fromkeys(short_module(o.module) if pattern_of(o.module) != o.module else o.module for o in ops if o.module)
-    return ", ".join(n.split(".")[-1] for n in names) or "region"

@@ -11,7 +11,7 @@ PAYLOAD = (
     "\" ' onmouseover=window.hit=1 x='<![CDATA[]]><!-- &lt;\\N\\G\\l"
 )
 CONTROL = "\x00\x1b[31m\u202e\u2066"
-KEPT = {"format", "version", "side", "kind", "status", "verdict", "training", "inference", "roundings", "tail", "head", "partners"}
+KEPT = {"format", "version", "side", "kind", "entry", "status", "verdict", "training", "inference", "roundings", "tail", "head", "partners"}
 """Fields whose values are fixed words or graphalign's own numbers."""
 NAMES = {"id", "name", "group", "sites", "site", "differs"}
 """Names of groups and sites; they are made of op names where no rule fits."""
@@ -27,6 +27,11 @@ def poison(report: Report) -> Report:
     entry = {"side": "both", "what": "w", "where": "x", "reason": "r", "layers": [0], "count": 1, "names": ["n"]}
     for bucket in ("leftovers", "undetermined", "conflicting", "unpatchable", "semantic"):
         data[bucket] = [entry]
+    panels = data["drawing"]["panels"]
+    panels.append({**panels[0], "group": "conflicting", "entry": "conflicting", "reason": "r", "names": ["n"]})
+    for a in panels[-1]["arrows"]:
+        a["verdict"] = "conflicting"
+    data["model"]["engine_class"] = "Transformers"
     return Report.model_validate(_walk(data, groups, ""))
 
 

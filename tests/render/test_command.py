@@ -45,8 +45,23 @@ def test_every_form(sites: Path, tmp_path: Path) -> None:
         assert run(sites, "-o", tmp_path / name, "--group", "rope")[0].strip() == str(tmp_path / name)
         text = (tmp_path / name).read_text()
         assert text.startswith(start)
-        assert "rope.8" in text
+        assert "rope.4, .8" in text
     assert "swiglu.1" not in (tmp_path / "diff.svg").read_text()
+
+
+@needs.dot
+def test_what_does_not_fit_on_a_page_is_several_files(sites: Path, tmp_path: Path) -> None:
+    names = [tmp_path / "n.svg", tmp_path / "n-2.svg"]
+    assert run(sites, "-o", names[0], "--group", "norm_weight")[0].split() == [str(n) for n in names]
+    assert "input_layernorm and post_attention_layernorm" in names[0].read_text()
+    assert "q_norm + self_attn and k_norm + self_attn" in names[1].read_text()
+    assert not (tmp_path / "n-3.svg").exists()
+
+
+def test_without_graphviz_there_is_a_dot_file_for_each(sites: Path, tmp_path: Path, no_dot: None) -> None:
+    _, err = run(sites, "-o", tmp_path / "n.svg", "--group", "norm_weight", code=2)
+    assert "1 more beside it" in " ".join(err.split())
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["n-2.dot", "n.dot"]
 
 
 def test_without_graphviz_the_dot_file_and_one_line(sites: Path, tmp_path: Path, no_dot: None) -> None:

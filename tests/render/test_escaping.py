@@ -11,10 +11,13 @@ from pathlib import Path
 import graphviz
 import pytest
 
-from graphalign.render.diagram import caption, sketch
+from graphalign.render.diagram import sketch
 from graphalign.render.dot import draw_svg, to_text
 from graphalign.render.excerpt import Sources
-from graphalign.render.page import render_page, site_evidence
+from graphalign.render.labels import caption, subtitle
+from graphalign.render.page import render_page
+from graphalign.render.page_diagrams import site_evidence
+from graphalign.render.sheets import sheets
 from graphalign.render.textdiff import render_text
 from graphalign.sites.report import Report
 from tests.fixtures.recorded import report
@@ -92,8 +95,8 @@ def test_the_search_still_works_on_hostile_names(browser: Browser, tmp_path: Pat
 def test_diagrams_hold_the_payload_as_text() -> None:
     r = hostile()
     assert r.drawing is not None
-    for panel in r.drawing.panels:
-        drawn = sketch(panel, title=caption(panel), evidence=site_evidence(r))
+    for sheet in (s for p in r.drawing.panels for s in sheets(p)):
+        drawn = sketch(sheet, title=caption(sheet.panel), note=subtitle(sheet), evidence=site_evidence(r))
         plain = graphviz.pipe("dot", "svg", drawn.source.encode(), quiet=True).decode()
         for text in (plain, to_text(draw_svg(drawn))):
             root = ET.fromstring(text)

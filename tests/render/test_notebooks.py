@@ -30,7 +30,7 @@ def outputs(notebook: nbformat.NotebookNode) -> list[str]:
 def test_a_notebook_runs_and_says_the_same(name: str) -> None:
     committed = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
     fresh = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
-    NotebookClient(fresh, timeout=SECONDS, resources={"metadata": {"path": str(FOLDER)}}).execute()
+    NotebookClient(fresh, timeout=SECONDS, coalesce_streams=True, resources={"metadata": {"path": str(FOLDER)}}).execute()
     if os.environ.get("GRAPHALIGN_WRITE_NOTEBOOKS"):
         for cell in fresh.cells:
             cell.metadata.pop("execution", None)  # times would differ on every run

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from graphalign.render.page import render_page
+from graphalign.render.sheets import sheets
 from tests.fixtures.recorded import report
 from tests.render import needs
 from tests.render.browser import Browser
@@ -32,7 +33,9 @@ def test_it_renders_without_a_word_in_the_console(opened: Browser) -> None:
     sites = [s.id for g in report("qwen3").groups for s in g.sites]
     assert opened.js(SHOWN) == sites
     assert opened.js("[...document.querySelectorAll('article')].map(a => a.querySelector('h3').textContent)") == sites
-    assert opened.js("document.querySelectorAll('figure svg').length") == len(report("qwen3").drawing.panels)  # type: ignore[union-attr]
+    drawing = report("qwen3").drawing
+    assert drawing is not None
+    assert opened.js("document.querySelectorAll('figure svg').length") == sum(len(sheets(p)) for p in drawing.panels)
     assert opened.problems == []
 
 
@@ -53,9 +56,10 @@ def test_hover_shows_evidence_and_both_sides(opened: Browser) -> None:
     mark = "[...document.querySelectorAll('figure')].find(f => f.textContent.includes('rope: layer')).id = 'rope'"
     opened.js(mark)
     opened.move_to("#rope .pill.own.site-rope-1")
-    assert opened.js("[...document.querySelectorAll('#rope .hot')].map(g => g.querySelector('text').textContent)") == ["rope.1", "rope.1"]
+    assert opened.js("[...document.querySelectorAll('#rope .hot')].map(g => g.querySelector('text').textContent)") == ["rope.1, .5"] * 2
     info = opened.js("document.querySelector('#rope .info').textContent")
     assert "modeling_qwen3.py:160" in info
+    assert "modeling_qwen3.py:161" in info, "k, which is drawn on q"
     assert "in registers" in info
     opened.move_to("#rope .vertex.attention")
     assert opened.js("document.querySelectorAll('#rope .hot').length") == 2
@@ -118,13 +122,18 @@ def test_a_narrow_window_needs_no_sideways_scrolling(browser: Browser, page: Pat
     assert browser.js("document.documentElement.scrollWidth <= 380")
 
 
-def test_36_layers_open_in_two_seconds(browser: Browser, tmp_path: Path) -> None:
-    r = report("smollm2")  # 30 layers; kinds of layers, and with them the page, do not grow with their number
-    path = tmp_path / "report.html"
-    path.write_text(render_page(r))
-    browser.look()
-    assert min(browser.open(path) for _ in range(3)) < 2
-    assert path.stat().st_size < 3_000_000
+def test_the_page_does_not_grow_with_the_number_of_layers(browser: Browser, tmp_path: Path) -> None:
+    """Diagrams are of kinds of layers. How long a page of 36 layers takes to open is measured by `tests/bench/report.py`."""
+    counts = {}
+    for name in ("llama", "smollm2"):  # one architecture with 6 layers and with 30
+        path = tmp_path / f"{name}.html"
+        path.write_text(render_page(report(name)))
+        assert path.stat().st_size < 1_500_000
+        browser.look()
+        browser.open(path)
+        counts[name] = browser.js("document.querySelectorAll('figure').length")
+        assert browser.js("Math.max(...[...document.querySelectorAll('figure svg')].map(s => s.querySelectorAll('.vertex').length))") <= 30
+    assert counts["smollm2"] <= counts["llama"] + 5, counts
 
 
 def test_one_file_that_needs_nothing_else(page: Path) -> None:

@@ -1,0 +1,35 @@
+"""Reports of recorded captures by name: the examples, other architectures, a simulated H100."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graphalign.ir.files import read_json
+from graphalign.ir.inference import InferenceGraph
+from graphalign.sites import find
+from graphalign.sites.report import Report
+from tests.breadth import captured
+from tests.fixtures import recorded
+
+H100 = Path(__file__).parents[1] / "gpu" / "data" / "qwen3.h100.inf.json.gz"
+
+
+@functools.cache
+def report(name: str) -> Report:
+    """The diff of recorded captures, with diagrams of its semantic divergences."""
+    if name == "h100":
+        captures = read_json(H100, InferenceGraph, kind="inference capture"), recorded.captures("qwen3")[1]
+    else:
+        captures = (recorded if recorded.paths(name)[0].exists() else captured).captures(name)
+    given: list[tuple[Any, ...]] = []
+    parted: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(find, "draw", lambda *arguments: given.append(arguments))
+        misplaced = find.find_misplaced
+        patch.setattr(find, "find_misplaced", lambda *arguments: parted.append(misplaced(*arguments)) or parted[-1])
+        found = find.diff(*captures)
+    return found.model_copy(update={"drawing": find.draw(*given[0][:4], parted[0].semantic)})
