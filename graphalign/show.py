@@ -26,6 +26,11 @@ def render_file(path: Path, console: Console) -> None:
         _print_lines(console, inference_lines(read_json(path, InferenceGraph, kind="inference capture")))
     elif form == "graphalign.training":
         _print_lines(console, training_lines(read_json(path, TrainingGraph, kind="training capture")))
+    elif form == "graphalign.clusters":
+        from graphalign.verify.clusters.report import Clusters
+        from graphalign.verify.clusters.table import render_clusters
+
+        render_clusters(read_json(path, Clusters, kind="clusters file"), console)
     elif isinstance(raw, dict) and {"groups", "leftovers"} <= raw.keys():
         from graphalign.sites.report import Report
         from graphalign.sites.table import render_table

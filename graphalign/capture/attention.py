@@ -92,10 +92,10 @@ def wrap(fn: Callable[..., Any], implementation: str | None) -> Callable[..., An
     def attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if getattr(fn, "_graphalign_stand_in", False) and (recorder := active()) is not None:
             recorder.note(f"{implementation} is not installed here: a stand-in attends, with the same operands and parameters")
-        query, key, value = _as_autocast_does(fn, module, (query, key, value), args, kwargs)
         run = functools.partial(fn, module, query, key, value, *args, **kwargs)
         mask = args[0] if args else kwargs.get("attention_mask")
-        return anchor_scope(OP, run, (query, key, value), attributes(module, query, key, mask, kwargs, implementation))
+        operands = _as_autocast_does(fn, module, (query, key, value), args, kwargs)
+        return anchor_scope(OP, run, operands, attributes(module, query, key, mask, kwargs, implementation))
 
     attention._graphalign_original = fn  # type: ignore[attr-defined]
     return attention
@@ -105,6 +105,7 @@ def _as_autocast_does(
     fn: Callable[..., Any], module: Any, operands: tuple[torch.Tensor, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[torch.Tensor, ...]:
     """Under autocast, the operands as the kernel inside reads them: the cast is part of the anchor's inside and would not be recorded.
+    They are for the record only: the model runs on what it passes.
 
     Whether autocast casts there is tried: with operands cast beforehand the result must be bitwise the same.
     """

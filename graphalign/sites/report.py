@@ -69,6 +69,8 @@ class Site(Frozen):
     """Anchor operands that change when it is left out: exactly the predicted ones, or it wouldn't be a site."""
     count: int
     """Edges (one per layer)."""
+    clustering: float | None = None
+    """How unevenly the value falls between adjacent BF16 numbers, 0 to 1 (`verify.clusters`); None if it was not measured."""
 
 
 class Group(Frozen):

@@ -33,12 +33,16 @@ def render_table(report: Report, console: Console) -> None:
     table.add_column("layers", no_wrap=True)
     table.add_column("edges", justify="right", no_wrap=True)
     table.add_column("reader's source", overflow="fold")
+    scored = any(s.clustering is not None for g in report.groups for s in g.sites)
+    if scored:
+        table.add_column("clustering", justify="right", no_wrap=True)
     for group in report.groups:
         kinds = " and ".join(dict.fromkeys(_kind(s) for s in group.sites))
         edges = sum(s.count for s in group.sites)
         table.add_row(Text(f"{group.name}, {kinds}", style="bold"), "", Text(str(edges), style="bold"), "")
         for site in group.sites:
-            table.add_row(Text("  " + _moves(site)), ranges(site.layers) or "outside", str(site.count), Text(_place(site.consumer)))
+            score = [f"{site.clustering:.4f}" if site.clustering is not None else ""] if scored else []
+            table.add_row(Text("  " + _moves(site)), ranges(site.layers) or "outside", str(site.count), Text(_place(site.consumer)), *score)
         table.add_section()
     if report.groups:
         console.print(table)
