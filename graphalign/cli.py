@@ -22,6 +22,10 @@ from graphalign import console
 from graphalign.errors import GraphalignError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
     from graphalign.ir.inference import InferenceGraph
     from graphalign.ir.training import TrainingGraph
     from graphalign.sites.report import Report
@@ -165,6 +169,7 @@ def find(
 
       graphalign find ./my-model --out out/v31 --vllm-python /envs/vllm-0.31/bin/python --baseline patch.yaml
     """
+    from graphalign.cli_clusters import Probe
     from graphalign.cli_drift import MOVED, end_find, read_baseline
     from graphalign.cli_render import write_report
     from graphalign.cli_targets import check_map
@@ -182,9 +187,10 @@ def find(
             stages, model, out / "inference.json.gz", vllm_python, arguments, layers, weights, timeout, target, entry, kernels
         )
         tokens = tokens_to_record(inference)
-        training = _capture_training(stages, model, factory, layers, dtype, autocast, attention, weights, tokens)
+        probe = Probe(model, weights, autocast, stages)
+        training = _capture_training(stages, model, factory, layers, dtype, autocast, attention, weights, tokens, probe)
         write_json(out / "training.json.gz", training)
-        report = _diff(stages, inference, training, rules)
+        report = probe.rank(_diff(stages, inference, training, rules))
         if kernels is not None:
             report = check_map(report, stages, inference, kernels, rules, vllm_python)
         write_json(out / "sites.json", report, indent=1)
@@ -364,6 +370,7 @@ def _capture_training(
     attention: str,
     weights: WeightsChoice | None,
     tokens: int | None,
+    then: Callable[[nn.Module], None] | None = None,
 ) -> TrainingGraph:
     stages.start("training")("find the model")
     from graphalign.capture.training import capture_training
@@ -376,9 +383,10 @@ def _capture_training(
         dtype=dtype,
         autocast=None if autocast == "none" else autocast,
         attention=attention,
-        weights=weights,
+        weights="checkpoint" if weights == "real" else weights,
         progress=stages,
-        **({} if tokens is None else {"tokens": tokens}),
+        then=then,
+        **({} if tokens is None else {"tokens": tokens}),  # type: ignore[arg-type]
     )
 
 
@@ -426,6 +434,7 @@ def _finish(report: Report) -> None:
 
 def main() -> NoReturn:
     """Entry point of the `graphalign` command."""
+    import graphalign.cli_clusters
     import graphalign.cli_drift
     import graphalign.cli_patch
     import graphalign.cli_render

@@ -139,9 +139,11 @@ class Probe:
 
     def rank(self, report: Report) -> Report:
         """The report with scores, and each group's sites in their order; as it is where nothing was measured."""
-        from graphalign.verify.clusters.report import rank_sites
+        ranked = report
+        if self.result is not None:
+            from graphalign.verify.clusters.report import rank_sites
 
-        ranked = rank_sites(report, self.result) if self.result is not None else report
+            ranked = rank_sites(report, self.result)
         return ranked.model_copy(update={"notes": (*ranked.notes, self.note)}) if self.note else ranked
 
 

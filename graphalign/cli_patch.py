@@ -21,7 +21,8 @@ NOT_PROVEN = 6
 PROMPT = tuple((17 * i + 5) % 997 for i in range(57))
 """Token ids of the replay's prompt (taken modulo the vocabulary)."""
 
-WHY_NO_WEIGHTS = "the model has no weights, so both sides' norms and biases are random and differ"
+WEIGHTS_IN_MEMORY = 4
+"""How often the weights lie in memory while a patch is proven: the trainer's, the engine's, and its packed GEMM operands."""
 WHY_SIMULATED = "the target is simulated, so there are no values of its engine"
 
 Names = Annotated[str, typer.Option(metavar="GROUPS", help="Group names, separated by commas.")]
@@ -124,6 +125,7 @@ def check(
     from graphalign.capture.training import record_forward
     from graphalign.engines.examples import resolve_model
     from graphalign.ir.files import write_bytes
+    from graphalign.patch.ranges import tokens_to_record
     from graphalign.patch.spec import load
     from graphalign.rules import rules_dir
     from graphalign.verify.proof import prove
@@ -137,8 +139,13 @@ def check(
         console.require_output(output)
     with console.Stages() as stages, tempfile.TemporaryDirectory(prefix="graphalign-") as work:
         stages.start("inference")("find the model")
-        folder = resolve_model(model)
-        real = has_weights(folder) and not spec.simulated
+        folder, skipped = resolve_model(model), WHY_SIMULATED if spec.simulated else ""
+        if not skipped and not has_weights(folder):
+            stages("make random weights for both sides", None)
+            skipped = _share_weights(folder, Path(work) / folder.name, spec, layers)
+            if not skipped:
+                model, folder, layers = str(Path(work) / folder.name), Path(work) / folder.name, None
+        real = not skipped
         recorded = Path(work) / "values"
         tokens = [t % _vocabulary(folder) for t in PROMPT]
         inference = capture_inference(
@@ -154,16 +161,17 @@ def check(
             entry=spec.target.get("entry", "llm"),
         )
         _same_target(spec, inference.header.target)
+        size = tokens_to_record(inference) or 8
         stages.start("check")("build the model")
         trainer = _build(model, spec, layers)
         proof = prove(
             trainer,
             spec,
             inference,
-            lambda m: record_forward(m, autocast=spec.regime.get("autocast")),
+            lambda m: record_forward(m, autocast=spec.regime.get("autocast"), tokens=size),
             read_values(recorded, inference) if real else None,
             rules=rules,
-            skipped="" if real else WHY_SIMULATED if spec.simulated else WHY_NO_WEIGHTS,
+            skipped=skipped,
             progress=stages,
         )
     render_proof(proof, console.output())
@@ -211,6 +219,27 @@ def _build(model: str, spec: PatchSpec, layers: int | None) -> Any:
         dtype=str(regime.get("param_dtype") or "bfloat16"),
         attention=str(regime.get("attention") or "sdpa"),
     )
+
+
+def _share_weights(folder: Path, out: Path, spec: PatchSpec, layers: int | None) -> str:
+    """Write a checkpoint of random weights for a model that has none, so that both sides have the same; why not, if there is no room."""
+    import os
+    import shutil
+
+    from graphalign.engines.trainer import build_trainer, quiet
+
+    trainer = build_trainer(folder, layers=layers, attention=str(spec.regime.get("attention") or "sdpa"))
+    size = sum(p.numel() * p.element_size() for p in trainer.parameters())
+    memory = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    disk = shutil.disk_usage(out.parent).free
+    if WEIGHTS_IN_MEMORY * size > memory or size > disk:
+        return (
+            f"the model has no weights, and random ones of {size / 1e9:.1f} GB for both sides do not fit "
+            f"({memory / 1e9:.1f} GB of memory, {disk / 1e9:.1f} GB of disk are free; use fewer --layers)"
+        )
+    with quiet():
+        trainer.save_pretrained(out)  # type: ignore[operator]
+    return ""
 
 
 def _same_target(spec: PatchSpec, target: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 from graphalign.errors import BadInputError
@@ -21,6 +22,9 @@ def rules_dir(path: str | os.PathLike[str] | None = None) -> Path:
         if asked:
             if not Path(asked).is_dir():
                 raise BadInputError(f"no rules folder {asked}", where=by, hint="give an existing folder; an empty one is allowed")
+            if not any(Path(asked).rglob("*.yaml")):
+                said = f"warning: {by}: there is no rule file in {asked}: every custom op is opaque, and groups get generated names"
+                print(said, file=sys.stderr)
             return Path(asked)
     for folder in (package / "_rules", package.parent / "rules"):
         if folder.is_dir():

@@ -17,6 +17,7 @@ from graphalign.evaluate.opaque import OpaqueOp, load_opaque_ops
 from graphalign.ir.files import read_json
 from graphalign.ir.inference import InferenceGraph
 from graphalign.ir.training import TrainingGraph
+from graphalign.patch.ranges import decode_range
 from graphalign.sites.expected import Expected, compare_counts, find_expected, load_expected
 from graphalign.sites.find import diff
 from graphalign.sites.groups import Namer, Rule, first_fit, load_group_rules
@@ -89,10 +90,12 @@ def check_rules(rules: Path, folders: Iterable[Path], *, progress: Progress | No
         folders: recorded captures, `NAME.inf.json.gz` with `NAME.train.json.gz`, where NAME's part before its first dot will do.
 
     Raises:
-        BadInputError: a rule file cannot be read, or there are no captures.
+        BadInputError: a rule file cannot be read, or there are no rules or no captures.
     """
     say = progress or (lambda stage, fraction: None)
     ops, groups, expected, vectors = load_opaque_ops(rules), load_group_rules(rules), load_expected(rules), load_vectors(rules)
+    if not (ops or groups or expected):
+        raise BadInputError(f"there are no rules in {rules}", hint="name a copy of graphalign's folder `rules`, see CONTRIBUTING.md")
     pairs = find_pairs(list(folders))
     if not pairs:
         raise BadInputError("there are no recorded captures to check the rules on", hint="name their folder with --captures")
@@ -126,13 +129,13 @@ def find_pairs(folders: list[Path]) -> list[tuple[Path, Path | None]]:
 
 
 def _one_each(pairs: list[tuple[Path, Path | None]], inference: dict[Path, InferenceGraph]) -> list[tuple[Path, Path]]:
-    """One pair per architecture and device: other versions and settings of the same name no other groups."""
+    """One pair per architecture, device and training capture: other versions and settings of the same name no other groups."""
     seen: dict[tuple[Any, ...], tuple[Path, Path]] = {}
     # a plain name is the default setting of the current version: `qwen3` before `qwen3.v0.31.0`
     for path, train in sorted(pairs, key=lambda p: (p[0].name.count("."), p[0].stat().st_size, p[0].name)):
         h = inference[path].header
         if train is not None:
-            seen.setdefault((h.model.get("architecture"), h.target.get("device"), h.simulated), (path, train))
+            seen.setdefault((h.model.get("architecture"), h.target.get("device"), h.simulated, train.resolve()), (path, train))
     return list(seen.values())
 
 
@@ -148,14 +151,19 @@ def _settle(what: str, where: str, excuse: str, result: Result) -> None:
 
 def _check_ops(ops: dict[str, OpaqueOp], vectors: list[Vector], inference: dict[Path, InferenceGraph], result: Result) -> None:
     for name, rule in ops.items():
-        roles = {r for r in (rule.input, rule.weight, rule.bias, rule.out, rule.layer, *rule.operands, *rule.weights) if r}
+        c = rule.computes
+        inside = (*c.values, c.positions, c.table, c.head_size, c.neox, *c.only) if c else ()
+        roles = {r for r in (rule.input, rule.weight, rule.bias, rule.out, rule.layer, *rule.operands, *rule.weights, *inside) if r}
         own = [v for v in vectors if v.op == name]
+        if not own:
+            result.problems.append(f"op {name} has no test vector in rules/vectors")
         for v in own:
             if v.args and (absent := roles - set(v.args)):
                 result.problems.append(f"op {name}: its test vector has no argument {', '.join(sorted(absent))}")
         called = {p: n for p, g in inference.items() for graph in g.graphs for k in graph.kernels for n in k.nodes if n.op == name}
         for path, node in called.items():
-            required = roles - {rule.bias, rule.out}  # an absent bias is left out of the call; some versions return what others write
+            # an absent bias is left out of the call, so are defaults; some versions return what others write
+            required = roles - {rule.bias, rule.out, *(c.only if c else ())}
             if absent := required - {a for a, _ in node.args}:
                 result.problems.append(f"op {name}: in {path.name} it is called without {', '.join(sorted(absent))}")
         where = f"{len(called)} captures, {next(iter(called)).name} among them" if called else ""
@@ -178,7 +186,8 @@ def _check_groups(groups: list[Rule], vectors: list[Vector], one: list[tuple[Pat
         if len(matched) == len(groups):
             break
         try:
-            al = align(prepare(inference[path], read_json(train, TrainingGraph, kind="training capture"), rules), None)
+            training = read_json(train, TrainingGraph, kind="training capture")
+            al = align(prepare(decode_range(inference[path], rules, training.header.tokens)[0], training, rules), None)
             namer = Namer(al, groups)
             for f in compare(al).findings:
                 if f.verdict in ("keep", "round") and (at := first_fit(groups, namer.facts(f))) is not None:

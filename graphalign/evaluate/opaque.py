@@ -11,6 +11,25 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from graphalign.errors import BadInputError
 
 
+class Computes(BaseModel):
+    """What an opaque op computes, in the vocabulary of `declared`: it is then compared like any other loop."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    function: Literal["rope"]
+    values: tuple[str, ...]
+    """Arguments that it rotates in place."""
+    positions: str
+    table: str
+    """Cosines and sines, side by side, by position."""
+    head_size: str
+    neox: str
+    device: str = ""
+    """Kind of device whose kernel does this; any if empty."""
+    only: dict[str, bool | int | float | str | None] = {}
+    """Values that other arguments must have, where they are given."""
+
+
 class OpaqueOp(BaseModel):
     """One rule: an op whose inside is not compared."""
 
@@ -35,6 +54,8 @@ class OpaqueOp(BaseModel):
     ignore: tuple[str, ...] = ()
     inside: str = ""
     """How the op rounds inside, in words, with the source of that; for people, and quoted by `drift`."""
+    computes: Computes | None = None
+    """The same for the comparison; without it, or where it does not apply, the op stays opaque."""
 
 
 def load_opaque_ops(rules: Path) -> dict[str, OpaqueOp]:

@@ -7,6 +7,7 @@ annotations of the old schema, which calls its operands written, at their word.
 
 from __future__ import annotations
 
+from graphalign.evaluate.declared import expand
 from graphalign.evaluate.opaque import OpaqueOp
 from graphalign.ir.args import references
 from graphalign.ir.inference import Graph, InferenceGraph, Kernel, Node
@@ -15,8 +16,10 @@ from graphalign.ir.inference import Graph, InferenceGraph, Kernel, Node
 def unwrap(capture: InferenceGraph, rules: dict[str, OpaqueOp]) -> InferenceGraph:
     """The same capture, in which an op that a rule describes defines the one buffer that holds its result.
 
-    Only calls without the rule's `out` argument change: what they return is their result, and they write nothing else.
+    Only calls without the rule's `out` argument change: what they return is their result, and they write nothing else. Calls whose
+    inside a rule declares become loops, see `declared`.
     """
+    capture = expand(capture, rules)
     graphs = tuple(_graph(g, rules) for g in capture.graphs)
     same = all(a is b for a, b in zip(graphs, capture.graphs, strict=True))
     return capture if same else capture.model_copy(update={"graphs": graphs})

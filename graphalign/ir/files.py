@@ -17,6 +17,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 
 from graphalign.errors import BadInputError, CaptureFileError
+from graphalign.ir.collector import paused
 
 MAX_BYTES = 2 << 30
 """Most bytes a decompressed capture may have."""
@@ -56,6 +57,7 @@ def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
         ) from None
 
 
+@paused()
 def read_json(path: str | os.PathLike[str], model: type[Model], *, kind: str) -> Model:
     """Read and validate a file written by `write_json`.
 
@@ -68,6 +70,7 @@ def read_json(path: str | os.PathLike[str], model: type[Model], *, kind: str) ->
         CaptureFileError: unreadable, truncated, not JSON, too large, too deep, or not of this kind.
     """
     raw = load_raw(path, kind=kind)
+    _refuse_other_kind(raw, model, path, kind)
     try:
         return model.model_validate(raw)
     except ValidationError as e:
@@ -78,6 +81,28 @@ def read_json(path: str | os.PathLike[str], model: type[Model], *, kind: str) ->
             where=f"at {at or 'the top level'} ({e.error_count()} problem(s))",
             hint="capture it again with this version of graphalign",
         ) from None
+
+
+KINDS = {
+    "graphalign.inference": "an inference capture",
+    "graphalign.training": "a training capture",
+    "graphalign.sites": "a sites file",
+    "graphalign.patch": "a patch spec",
+    "graphalign.drift": "what `drift --format json` printed",
+}
+"""What a file's `format` says, in words."""
+
+
+def _refuse_other_kind(raw: object, model: type[BaseModel], path: str | os.PathLike[str], kind: str) -> None:
+    """Name a file of another kind for what it is: captures get swapped."""
+    wanted = getattr(model.model_fields.get("format"), "default", None)
+    found = raw.get("format") if isinstance(raw, dict) else None
+    if isinstance(found, str) and found in KINDS and wanted in KINDS and found != wanted:
+        raise CaptureFileError(
+            f"{path} is not a valid {kind}: it is {KINDS[found]}",
+            where=f"its `format` is {found}",
+            hint=f"give the {kind} here" + ("; the inference capture comes first" if "capture" in f"{kind}, {KINDS[found]}" else ""),
+        )
 
 
 def load_raw(path: str | os.PathLike[str], *, kind: str) -> object:

@@ -190,6 +190,8 @@ class Graph(Frozen):
     """The symbol of the token count."""
     exports: tuple[Export, ...] = ()
     """What later graphs read as inputs of source `value:NAME`."""
+    range: tuple[int, int] | None = None
+    """First and last token count it was compiled for, where a piece was compiled more than once; None if it serves all."""
 
     def passed(self) -> tuple[Buffer, ...]:
         """The inputs that are other graphs' exports, as buffers: an extern call may write into them."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from graphalign.evaluate import trace_inference, trace_training
+from graphalign.evaluate.declared import DECLARED
 from graphalign.evaluate.opaque import load_opaque_ops
 from graphalign.evaluate.returns import unwrap
 from graphalign.ir.dataflow import Dataflow, Op
@@ -37,6 +38,8 @@ class Census:
     """Extern op to the argument names it is called with."""
     opaque: frozenset[str] = frozenset()
     """Extern ops that no rule describes, or whose rule says opaque."""
+    declared: frozenset[str] = frozenset()
+    """Extern ops that are compared as their rules declare."""
 
 
 def module_of(where: str) -> str:
@@ -58,19 +61,20 @@ def of_inference(graph: InferenceGraph, rules: Path) -> Census:
     out = _of_flow(trace_inference.Tracer(graph, known).run())
     for g in graph.graphs:
         for kernel in g.kernels:
-            if words := _kernel(graph, kernel):
+            if kernel.kind != DECLARED and (words := _kernel(graph, kernel)):
                 out.kernels[words] += 1
     out.attention = {a.layer: a.model_dump(exclude={"layer"}) for a in graph.attention}
     out.parameters = {
         p.name: f"{p.dtype} {list(p.shape)} from {', '.join(s.checkpoint for s in p.segments) or 'nothing'}" for p in graph.parameters
     }
     out.calls = {op: names for op, names in calls.items() if not op.startswith("inductor.")}
-    out.opaque = frozenset(op for op in calls if _is_opaque(op, known))
+    out.declared = frozenset(k.generated for g in graph.graphs for k in g.kernels if k.kind == DECLARED)
+    out.opaque = frozenset(n.op for g in graph.graphs for k in g.kernels for n in k.nodes if n.kind == "extern" and _is_opaque(n.op, known))
     return out
 
 
 def _is_opaque(op: str, known: dict[str, Any]) -> bool:
-    if op.startswith(("inductor.", "aten.", "prims.")):
+    if not op or op.startswith(("inductor.", "aten.", "prims.")):
         return False
     return op not in known or known[op].kind == "opaque"
 

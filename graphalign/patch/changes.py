@@ -19,6 +19,8 @@ BUCKET_WORDS = {
     "semantic": "computing a different function", "conflicting": "conflicting", "undetermined": "undetermined",
     "unpatchable": "unpatchable", "leftovers": "not placed",
 }  # fmt: skip
+SHORT = 6
+"""Entries of a list that are worth listing in full."""
 Moved = Literal["appeared", "vanished", "changed"]
 
 
@@ -47,7 +49,7 @@ def _end(key: Key) -> str:
 
 def sites(old: Snapshot, new: Snapshot) -> Iterator[Item]:
     """Sites that appeared, vanished, or changed kind, format or layers."""
-    by_old, by_new = _by_edge(old), _by_edge(new)
+    by_old, by_new = _by_edge(old, new), _by_edge(new, old)
     for key in sorted({*by_old, *by_new}):
         a, b = by_old.get(key, {}), by_new.get(key, {})
         name = edge_words(new if key in by_new else old, key)
@@ -65,11 +67,23 @@ def sites(old: Snapshot, new: Snapshot) -> Iterator[Item]:
         elif come:
             yield _item("site", "appeared", name, new=_kinds(b), layers=[c for c, _ in come])
     yield from _renamed(old, new)
+    yield from _left_out("old", old, new)
+    yield from _left_out("new", new, old)
 
 
-def _by_edge(s: Snapshot) -> dict[EdgeKey, dict[Layers, str]]:
+def _left_out(which: str, s: Snapshot, other: Snapshot) -> Iterator[Item]:
+    """What one of the two specs was made without: no drift."""
+    count = Counter(c.group for (key, layers), c in other.edges.items() if (key, layers) not in s.edges and s.leaves_out(c.group, layers))
+    if count:
+        yield _item("note", "changed", f"the {which} spec leaves out by choice: {', '.join(f'{g} {n}' for g, n in sorted(count.items()))}")
+
+
+def _by_edge(s: Snapshot, other: Snapshot) -> dict[EdgeKey, dict[Layers, str]]:
+    """Edges to their kinds, without those that the other one leaves out by choice."""
     out: dict[EdgeKey, dict[Layers, str]] = defaultdict(dict)
     for (key, layers), c in s.edges.items():
+        if (key, layers) not in other.edges and other.leaves_out(c.group, layers):
+            continue
         out[key][layers] = f"keep ({c.format} in training)" if c.kind == "keep" else f"round to {c.format}"
     return out
 
@@ -122,13 +136,17 @@ def _of(entries: tuple[Entry, ...]) -> tuple[int, ...]:
 
 
 def opaque(old: Snapshot, new: Snapshot, inside: Mapping[str, str]) -> Iterator[Item]:
-    """Ops that cannot be seen into, with what rules/ops says about their inside."""
+    """Ops that cannot be seen into, and custom ops that are compared as declared, with what rules/ops says about their inside."""
     for op in sorted(new.opaque - old.opaque):
         declared = inside.get(op, "")
         words = f"its inside is not compared; rules/ops: {declared}" if declared else "how it rounds inside is not known"
         yield _item("op", "appeared", f"opaque op {op}", new=words)
-    for op in sorted(old.opaque - new.opaque):
+    for op in sorted(old.opaque - new.opaque - new.declared):
         yield _item("op", "vanished", f"opaque op {op}")
+    for op in sorted(new.declared - old.declared):
+        yield _item("op", "appeared", f"custom op {op}", new=f"compared as rules/ops declares it: {inside.get(op, '')}".rstrip(": "))
+    for op in sorted(old.declared - new.declared - new.opaque):
+        yield _item("op", "vanished", f"custom op {op}")
 
 
 def ops(old: Snapshot, new: Snapshot) -> Iterator[Item]:
@@ -166,6 +184,17 @@ def structure(old: Census, new: Census) -> Iterator[Item]:
     yield from _kernels(old.kernels, new.kernels)
     for topic, a, b in (("attention of", old.attention, new.attention), ("parameter", old.parameters, new.parameters)):
         yield from _entries(topic, dict(a), dict(b))
+
+
+def compile_ranges(old: Snapshot, new: Snapshot) -> Iterator[Item]:
+    """The compile ranges beside the one that decides."""
+    for tokens in dict.fromkeys([*old.ranges, *new.ranges]):
+        a, b = old.ranges.get(tokens), new.ranges.get(tokens)
+        if a is None or b is None:
+            yield _item("setting", "appeared" if a is None else "vanished", f"graphs for {tokens}")
+        else:
+            for item in structure(a, b):
+                yield item.model_copy(update={"what": f"{tokens}: {item.what}"})
 
 
 def _edges(old: Census, new: Census) -> Iterator[Item]:
@@ -248,19 +277,37 @@ def settings(old: Snapshot, new: Snapshot) -> Iterator[Item]:
     A setting that only one version knows and that is off there is no drift: every release adds such options. Nor is another way to say off.
     """
     a, b = ({**_flat(s.compile, ""), **_flat({k: v for k, v in s.target.items() if k not in IRRELEVANT}, "target.")} for s in (old, new))
-    quiet = []
+    quiet: list[str] = []
+    described: list[str] = []
     for name in sorted({*a, *b}):
         if _off(a.get(name)) and _off(b.get(name)):
             quiet += [name] if a.get(name, name) != b.get(name, name) else []
         elif name not in a or name not in b:
             yield _item("setting", "appeared" if name in b else "vanished", name, str(a.get(name, "")), str(b.get(name, "")))
+        elif name.startswith("simulation.") or _same_entries(a[name], b[name]):
+            described += [name] if a[name] != b[name] else []
         elif a[name] != b[name]:
-            yield _item("setting", "changed", name, str(a[name]), str(b[name]))
+            yield _item("setting", "changed", name, *_values(a[name], b[name]))
+    if described:
+        yield _item("note", "changed", f"told otherwise, but no setting: {', '.join(described)}")
     if quiet:
         yield _item("note", "changed", f"settings that are off in both, or off in one and unknown to the other: {', '.join(quiet)}")
     for package in sorted({*old.versions, *new.versions}):
         if old.versions.get(package) != new.versions.get(package):
             yield _item("note", "changed", f"version of {package}", old.versions.get(package, "none"), new.versions.get(package, "none"))
+
+
+def _same_entries(a: Any, b: Any) -> bool:
+    """Lists of the same entries in another order."""
+    return isinstance(a, list) and isinstance(b, list) and sorted(map(str, a)) == sorted(map(str, b))
+
+
+def _values(a: Any, b: Any) -> tuple[str, str]:
+    """Two values of a setting; of long lists only the entries that differ."""
+    if isinstance(a, list) and isinstance(b, list) and max(len(a), len(b)) > SHORT:
+        gone, come = ([str(x) for x in one if x not in other] for one, other in ((a, b), (b, a)))
+        return ", ".join(gone) or "without", ", ".join(come) or "without"
+    return str(a), str(b)
 
 
 def _flat(x: dict[str, Any], prefix: str) -> dict[str, Any]:

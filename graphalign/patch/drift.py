@@ -94,7 +94,7 @@ def drift(old: Snapshot, new: Snapshot, inside: Mapping[str, str] | None = None)
         elif new.kind == "sites":
             items += changes.findings(old, new)
     if old.structure is not None and new.structure is not None:
-        items += changes.structure(old.structure, new.structure)
+        items += [*changes.structure(old.structure, new.structure), *changes.compile_ranges(old, new)]
     items += changes.settings(old, new)
     items += changes.sources(old, new)
     model = str(new.model.get("architecture") or old.model.get("architecture") or "")
@@ -113,8 +113,8 @@ def require_comparable(old: Snapshot, new: Snapshot) -> None:
     """
     if old.kind != new.kind and (old.kind, new.kind) != ("spec", "sites"):
         raise BadInputError(
-            f"a {WORDS[old.kind]} cannot be compared with a {WORDS[new.kind]}",
-            where=f"{old.path}\n{new.path}",
+            f"{_article(WORDS[old.kind])} cannot be compared with {_article(WORDS[new.kind])}",
+            where=f"old: {old.path}\nnew: {new.path}",
             hint="give two specs, two sites files, two captures of one side, or an old spec and a new sites file",
         )
     for what, a, b, names, hint in (
@@ -134,6 +134,10 @@ def require_comparable(old: Snapshot, new: Snapshot) -> None:
                             hint="compare like with like")  # fmt: skip
 
 
+def _article(words: str) -> str:
+    return f"an {words}" if words[0] in "aeiou" else f"a {words}"
+
+
 def _plain(x: Any) -> str:
     return str(x) if len(str(x)) <= 60 else f"{str(x)[:57]}…"
 
@@ -142,7 +146,7 @@ def judge(old: Snapshot, new: Snapshot) -> tuple[Verdict, list[str]]:
     """Whether the old edits still hold on the new map, with one reason per kind of edge that is not as it was.
 
     An old edit contradicts the new map if the map asks for another edit there, or says that both sides agree there. Where the map
-    could not judge the edge (undetermined, conflicting, behind an opaque op, …) the edit is neither right nor wrong.
+    could not judge the edge (undetermined, conflicting, behind an opaque op, left out by choice, …) the edit is neither right nor wrong.
     """
     if semantic := [k for k in new.buckets if k[0] == "semantic"]:
         return "wrong", [f"the two sides now compute different functions at {where}: {what}" for _, what, where in semantic[:3]]
@@ -152,7 +156,9 @@ def judge(old: Snapshot, new: Snapshot) -> tuple[Verdict, list[str]]:
     for (key, layers), change in old.edges.items():
         name = changes.edge_words(old, key)
         now = new.edges.get((key, layers))
-        if now is None:
+        if now is None and new.leaves_out(change.group, layers):
+            unknown[f"the new spec leaves {change.group} out by choice"].append(layers)
+        elif now is None:
             entry = snapshot.unsettled(old, new, key, layers)
             if entry is not None:
                 unknown[f"{_edit(change)} {name}: now {changes.BUCKET_WORDS[entry[0]]}, {entry[1].reason}"].append(layers)
@@ -161,7 +167,11 @@ def judge(old: Snapshot, new: Snapshot) -> tuple[Verdict, list[str]]:
         elif (now.kind, now.format) != (change.kind, change.format):
             wrong[f"{_edit(change)} {name}: now it must {_edit(now)}"].append(layers)
     for (key, layers), change in new.edges.items():
-        if (key, layers) not in old.edges:
+        if (key, layers) in old.edges:
+            continue
+        if old.leaves_out(change.group, layers):
+            missing[f"the old patch leaves {change.group} out by choice"].append(layers)
+        else:
             missing[f"{_edit(change)} {changes.edge_words(new, key)} is missing"].append(layers)
     reasons = [f"{text}{_in(layers)}" for found in (wrong, unknown, missing) for text, layers in found.items()]
     verdict: Verdict = "wrong" if wrong else "unknown" if unknown else "safe" if missing else "right"

@@ -10,6 +10,9 @@ from graphalign.patch.spec import Edit, Group, Key, PatchSpec, Skipped, parse_la
 from graphalign.sites.report import End, Report, Site
 from graphalign.sites.table import ranges
 
+LEFT_OUT = "left out by choice"
+"""Reason of what `only`, `without` and `layers` leave out; drift does not take it for a place where both sides agree."""
+
 
 def make_spec(
     report: Report,
@@ -43,7 +46,7 @@ def make_spec(
             raise BadInputError(f"there is no group {name!r}", hint=f"groups here: {', '.join(sorted(names)) or 'none'}")
     chosen = {n for n in names if (not only or n in set(only)) and n not in set(without)}
     wanted = set(parse_layers(layers)) if layers else None
-    groups, skipped = [], []
+    groups, skipped = [], _left_out(report, chosen, wanted)
     for g in sorted(report.groups, key=lambda g: g.name):
         if g.name not in chosen:
             continue
@@ -69,6 +72,19 @@ def make_spec(
         groups=tuple(groups),
         skipped=tuple(skipped),
     )
+
+
+def _left_out(report: Report, chosen: set[str], wanted: set[int] | None) -> list[Skipped]:
+    """What is left out though it is patchable: groups as `swiglu.*`, layers as `*`."""
+    out = [Skipped(site=f"{g.name}.*", reason=LEFT_OUT) for g in report.groups if g.name not in chosen]
+    if wanted is None:
+        return out
+    sites = [s for g in report.groups if g.name in chosen for s in g.sites]
+    if others := tuple(sorted({n for s in sites for n in s.layers} - wanted)):
+        out.append(Skipped(site="*", reason=f"{LEFT_OUT}: layers {ranges(others)}"))
+    if any(not s.layers for s in sites):
+        out.append(Skipped(site="*", reason=f"{LEFT_OUT}: outside the layers"))
+    return out
 
 
 def _edit(site: Site, wanted: set[int] | None) -> Edit | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -17,13 +18,17 @@ from graphalign.ir.files import load_raw, read_json
 from graphalign.ir.inference import InferenceGraph
 from graphalign.ir.training import TrainingGraph
 from graphalign.patch import census
-from graphalign.patch.make import key_of
-from graphalign.patch.spec import Key, PatchSpec, load
+from graphalign.patch.make import LEFT_OUT, key_of
+from graphalign.patch.ranges import range_words, split_ranges
+from graphalign.patch.spec import Key, PatchSpec, Skipped, load, parse_layers
 from graphalign.sites.report import Entry, Evidence, Report, Site
 
 Kind = Literal["spec", "sites", "inference", "training"]
 WORDS: dict[Kind, str] = {"spec": "patch spec", "sites": "sites file", "inference": "inference capture", "training": "training capture"}
 BUCKETS = ("semantic", "conflicting", "undetermined", "unpatchable", "leftovers")
+
+ANCHORS = ("gemm", "attention", "composite")
+_OP_NAME = re.compile(r"\w+\.\w+\.(default|out|\w*[Tt]ensor\w*)")
 
 EdgeKey = tuple[str, ...]
 """Producer (module, function, op, ordinal), consumer (the same), operand: an edge's identity, without source text or layer."""
@@ -62,8 +67,19 @@ class Snapshot:
     """(side, target, module pattern) to the number of ops."""
     opaque: frozenset[str] = frozenset()
     """Ops of the inference side that cannot be seen into."""
+    declared: frozenset[str] = frozenset()
+    """Custom ops that are compared as their rules declare."""
+    left_out: frozenset[str | int | None] = frozenset()
+    """Groups, and layers of readers, that a spec leaves out by choice: nothing is known about them. None is outside the layers."""
     structure: census.Census | None = None
+    """Of a capture of several compile ranges: the one that decides."""
+    ranges: dict[str, census.Census] = field(default_factory=dict)
+    """The other compile ranges, by token counts in words."""
     sources: dict[str, str] = field(default_factory=dict)
+
+    def leaves_out(self, group: str, layers: Layers) -> bool:
+        """Whether an edge that the other one has is missing here by choice."""
+        return group in self.left_out or layers[0] in self.left_out
 
 
 def read(path: str | Path, rules: Path) -> Snapshot:
@@ -108,7 +124,22 @@ def of_spec(spec: PatchSpec, path: str = "patch.yaml") -> Snapshot:
             out.keys[key] = (edit.producer, edit.consumer)
             for layers in edit.pairs():
                 out.edges[key, layers] = Change(edit.kind, edit.format, group.name)
+    out.left_out = frozenset(_left_out(spec.skipped))
     return out
+
+
+def _left_out(skipped: tuple[Skipped, ...]) -> Iterator[str | int | None]:
+    for s in skipped:
+        if s.reason == LEFT_OUT:
+            yield s.site.removesuffix(".*")
+        elif s.reason.startswith(f"{LEFT_OUT}: layers "):
+            try:
+                yield from parse_layers(s.reason.removeprefix(f"{LEFT_OUT}: layers "))
+            except ValueError as e:
+                hint = "make it again with `graphalign patch`"
+                raise BadInputError(f"this patch spec leaves out what are no layers: {e}", hint=hint) from None
+        elif s.reason.startswith(LEFT_OUT):
+            yield None
 
 
 def of_report(report: Report, path: str = "sites.json") -> Snapshot:
@@ -127,6 +158,9 @@ def of_report(report: Report, path: str = "sites.json") -> Snapshot:
     for n in report.nodes:
         if n.status != "source":
             out.ops[n.side, n.target, census.module_of(n.where)] += 1
+    # a loop in a kernel that is called by an op's name is how a rule declares that op
+    loops = [n.where.split(" ") for n in report.nodes if n.side == "inference" and n.target not in ANCHORS and "." not in n.target]
+    out.declared = frozenset(w for where in loops for w in where[:2] if _OP_NAME.fullmatch(w))
     # an anchor that a rule describes is called by the rule's kind: gemm, attention, composite
     out.opaque = frozenset(n.target for n in report.nodes if n.side == "inference" and n.status == "anchor" and "." in n.target)
     return out
@@ -147,8 +181,11 @@ def _add_site(out: Snapshot, site: Site, group: str, targets: dict[str, str]) ->
 
 def of_inference(graph: InferenceGraph, path: str, rules: Path) -> Snapshot:
     """The structure of an inference capture."""
-    h, found = graph.header, census.of_inference(graph, rules)
-    return Snapshot("inference", path, h.versions, h.target, {}, h.model, h.compile, h.simulated, opaque=found.opaque, structure=found)
+    h, (_, first), *others = graph.header, *split_ranges(graph)
+    found = census.of_inference(first, rules)
+    return Snapshot("inference", path, h.versions, h.target, {}, h.model, h.compile, h.simulated,
+                    opaque=found.opaque, declared=found.declared, structure=found,
+                    ranges={range_words(of): census.of_inference(one, rules) for of, one in others})  # fmt: skip
 
 
 def of_training(graph: TrainingGraph, path: str) -> Snapshot:

@@ -87,9 +87,10 @@ class Group(Frozen):
 
 
 class Skipped(Frozen):
-    """A site that the spec does not patch, with the reason."""
+    """What the spec does not patch, with the reason."""
 
     site: str
+    """A site's id, `rope.*` for a group, `*` for layers of every group (`make.LEFT_OUT`)."""
     reason: str
 
 
@@ -168,6 +169,9 @@ def parse(text: str, where: str = "patch spec") -> PatchSpec:
         raise BadInputError(
             f"{where} is of format version {raw['version']}; this graphalign reads up to {FORMAT_VERSION}", hint="upgrade graphalign"
         )
+    if "skipped" not in raw:  # YAML that is cut between two lines is YAML
+        hint = "copy it again, or regenerate it with `graphalign patch`"
+        raise BadInputError(f"{where} is cut short", where="its last entry, `skipped`, is missing", hint=hint)
     try:
         spec = PatchSpec.model_validate_json(json.dumps(raw))
         _ = spec.edges

@@ -28,6 +28,8 @@ class Expected(BaseModel):
     regime: dict[str, Any] = Field(default_factory=lambda: {"param_dtype": "bfloat16", "autocast": None})
     """Settings of the regime that must be as given."""
     simulated: bool = False
+    layers: int | None = None
+    """Number of layers that the counts are for, where they depend on it; any if None."""
     layer: Counts
     """Sites per group in every layer."""
     kinds: tuple[Counts, ...] = ()
@@ -70,12 +72,14 @@ def load_expected(rules: Path) -> list[Expected]:
 
 
 def _about(e: Expected) -> tuple[Any, ...]:
-    return e.architecture, e.device, tuple(sorted((k, str(v)) for k, v in e.regime.items())), e.simulated
+    return e.architecture, e.device, tuple(sorted((k, str(v)) for k, v in e.regime.items())), e.simulated, e.layers
 
 
 def find_expected(known: list[Expected], report: Report) -> Expected | None:
-    """The counts that apply to a report."""
-    for e in known:
+    """The counts that apply to a report: those for its number of layers before those for any."""
+    for e in sorted(known, key=lambda e: e.layers is None):
+        if e.layers not in (None, report.model.get("layers")):
+            continue
         same = (e.architecture, e.device, e.simulated) == (report.model.get("architecture"), report.target.get("device"), report.simulated)
         if same and all(report.regime.get(k) == v for k, v in e.regime.items()):
             return e

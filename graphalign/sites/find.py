@@ -13,9 +13,11 @@ from graphalign.align.align import Alignment, Pair, Progress, align, prepare
 from graphalign.align.anchors import compare_anchors
 from graphalign.align.check import EXACT, Check, Confirmation, Edit, check
 from graphalign.align.edges import Comparison, Finding, compare
+from graphalign.ir.collector import paused
 from graphalign.ir.dataflow import Op
 from graphalign.ir.inference import InferenceGraph
 from graphalign.ir.training import TrainingGraph
+from graphalign.patch.ranges import decode_range
 from graphalign.rules import rules_dir
 from graphalign.sites.diagram_data import draw
 from graphalign.sites.divergence import Divergence, Parting, explained, find_misplaced, find_partings, label
@@ -25,11 +27,12 @@ from graphalign.sites.nodes import statuses
 from graphalign.sites.report import Entry, Evidence, Group, Report, Site
 
 
+@paused()
 def diff(inference: InferenceGraph, training: TrainingGraph, *, rules: Path | None = None, progress: Progress | None = None) -> Report:
     """Find every place where a rounding moved.
 
     Args:
-        inference: the engine's compiled graph, as captured.
+        inference: the engine's compiled graph, as captured; of several compile ranges the decode range is compared.
         training: the eager graph, as captured.
         rules: folder of rules; the packaged ones if None.
         progress: called with (stage, fraction).
@@ -38,13 +41,20 @@ def diff(inference: InferenceGraph, training: TrainingGraph, *, rules: Path | No
         BadInputError: the captures are of different models or cannot be read.
         AlignmentError: nothing could be aligned at all.
     """
-    say = progress or (lambda stage, fraction: None)
     folder = rules_dir(rules)
     started = time.perf_counter()
-    pair = prepare(inference, training, folder)
+    inference, ranges = decode_range(inference, folder, training.header.tokens)
+    report = diff_pair(prepare(inference, training, folder), folder, progress, started)
+    return report.model_copy(update={"notes": (*ranges, *report.notes)}) if ranges else report
+
+
+def diff_pair(pair: Pair, rules: Path, progress: Progress | None = None, started: float | None = None) -> Report:
+    """The same for captures that are traced already; `started` is when that began, for the seconds in the report."""
+    say = progress or (lambda stage, fraction: None)
+    started = time.perf_counter() if started is None else started
     al = align(pair, progress)
     if al.parted:  # not because layers share values?
-        again = align(pair, progress, per_layer=True)
+        again = align(pair, progress, layers=pair.checked)
         al = again if len(again.parted) < len(al.parted) else al
     aligned = time.perf_counter()
     say("compare", 0.0)
@@ -52,7 +62,7 @@ def diff(inference: InferenceGraph, training: TrainingGraph, *, rules: Path | No
     compared = time.perf_counter()
     say("check", 0.0)
     differences = compare_anchors(pair, al)
-    divergence = find_partings(al, comparison, differences, pair.unfolded, inference.header.notes)
+    divergence = find_partings(al, comparison, differences, pair.unfolded, pair.capture_i.header.notes)
     comparison.findings = [_withdrawn(f) if f.consumer in divergence.behind else f for f in comparison.findings]
     proposed = [f for f in comparison.findings if f.verdict in ("keep", "round")]
     # a table that is rounded outside the layers is no site, but the others are checked as if it were not rounded
@@ -64,10 +74,12 @@ def diff(inference: InferenceGraph, training: TrainingGraph, *, rules: Path | No
     divergence = find_misplaced(al, result, divergence, lambda key: explained(al, key, unjudged))
     comparison.findings = [_withdrawn(f) if f.consumer in divergence.behind else f for f in comparison.findings]
     checked = time.perf_counter()
-    report = _Builder(pair, al, comparison, result, Namer(al, load_group_rules(folder)), divergence).build(
+    say("check", 1.0)
+    say("report", 0.0)
+    report = _Builder(pair, al, comparison, result, Namer(al, load_group_rules(rules)), divergence).build(
         {"align": aligned - started, "compare": compared - aligned, "check": checked - compared}, len(assumed)
     )
-    say("check", 1.0)
+    say("report", 1.0)
     return report
 
 
@@ -119,6 +131,7 @@ class _Builder:
                 **self.training.header.model,
                 "engine_config_digest": header.model.get("config_digest"),
                 "weights": header.model.get("weights"),
+                "engine_class": header.model.get("engine_class"),
             },
             compile=header.compile,
             simulated=header.simulated,
@@ -139,7 +152,7 @@ class _Builder:
             stats=self._stats(groups, seconds, assumed),
             nodes=statuses(self.al, self.comparison, self._where),
             notes=tuple(header.notes) + tuple(self.training.header.notes) + self._table_notes(),
-            drawing=draw(self.al, self.ends, self.comparison.findings, self.site_of),
+            drawing=draw(self.al, self.ends, self.comparison.findings, self.site_of, self.divergence.semantic),
         )
 
     # -- sites ----------------------------------------------------------------------------------------------------------

@@ -26,12 +26,15 @@ import torch
 from graphalign.align.align import choose_positions
 from graphalign.errors import CaptureFailedError, KernelMismatchError
 from graphalign.evaluate import run_inference
-from graphalign.evaluate.opaque import load_opaque_ops
+from graphalign.evaluate.interpret import Interpreter
+from graphalign.evaluate.opaque import OpaqueOp, load_opaque_ops
+from graphalign.evaluate.storage import Lazy, Storage
 from graphalign.evaluate.trace_inference import Tracer
 from graphalign.evaluate.values import Arithmetic, Val, draw, round_to, seed_of
 from graphalign.ir.dataflow import LOW_PRECISION
 from graphalign.ir.indexing import evaluate as index_value
 from graphalign.ir.inference import VALUE, Body, Graph, InferenceGraph, Input, Node
+from graphalign.patch.ranges import exact_size, split_ranges
 
 SCRIPT = Path(__file__).parents[1] / "engines" / "gpu" / "interpret.py"
 TOKENS = 5
@@ -91,21 +94,34 @@ def check_kernels(capture: InferenceGraph, sources: Path, rules: Path, *, python
         KernelMismatchError: a kernel does not do what the map says.
         CaptureFailedError: the interpreter could not be run.
     """
-    graphs = {g: graph for g, graph in enumerate(capture.graphs) if (sources / f"{graph.name}.py").is_file()}
     report = KernelReport()
-    runs = _emulate(capture, rules, set(graphs))
+    for _, one in split_ranges(capture):
+        _check(one, sources, rules, python or sys.executable, timeout, report)
+    _refuse(report)
+    return report
+
+
+def _check(capture: InferenceGraph, sources: Path, rules: Path, python: str, timeout: float, report: KernelReport) -> None:
+    """Check what was compiled for one range of token counts."""
+    if exact_size(capture) == 1:  # which is not evaluated anywhere
+        report.skipped += [(g.name, "it was compiled for exactly one token") for g in capture.graphs if g.range is not None]
+        return
+    graphs = {g: graph for g, graph in enumerate(capture.graphs) if (sources / f"{graph.name}.py").is_file()}
+    tokens = exact_size(capture) or TOKENS
+    known = load_opaque_ops(rules)
+    runs = _emulate(capture, known, set(graphs), tokens)
     with tempfile.TemporaryDirectory(prefix="graphalign-") as folder:
         work = Path(folder)
         arrays: dict[str, np.ndarray] = {}
         job = {"data": str(work / "data.npz"), "out": str(work / "out.npz"), "pieces": []}
         for g, graph in graphs.items():
-            if missing := _unknown(graph, runs["map"], g):
+            if missing := _unknown(graph, runs["map"], g, known):
                 report.skipped.append((graph.name, f"the result of {missing} is not known"))
                 continue
-            job["pieces"].append(_piece(graph, runs["map"], g, sources / f"{graph.name}.py", arrays))  # type: ignore[attr-defined]
+            job["pieces"].append(_piece(graph, runs["map"], g, sources / f"{graph.name}.py", arrays, tokens, known))  # type: ignore[attr-defined]
         np.savez(work / "data.npz", **arrays)  # type: ignore[arg-type]
         (work / "job.json").write_text(json.dumps(job))
-        _interpret(work / "job.json", python or sys.executable, timeout)
+        _interpret(work / "job.json", python, timeout)
         with np.load(work / "out.npz", allow_pickle=False) as results:
             for entry in json.loads(results["report"].tobytes()):
                 if "unsupported" in entry:
@@ -113,8 +129,6 @@ def check_kernels(capture: InferenceGraph, sources: Path, rules: Path, *, python
                     continue
                 g = next(i for i, graph in graphs.items() if graph.name == entry["name"])
                 _compare(entry, g, graphs[g], runs, results, report)
-    _refuse(report)
-    return report
 
 
 def _refuse(report: KernelReport) -> None:
@@ -146,7 +160,7 @@ def _interpret(job: Path, python: str, timeout: float) -> None:
 # -- emulation --------------------------------------------------------------------------------------------------------------
 
 
-class _Single(run_inference._Interpreter):
+class _Single(Interpreter):
     """Computes in FP32, op by op; `negated` rounds every result to BF16 as eager code would."""
 
     def keep(self, name: str, data: torch.Tensor, constant: bool = False) -> torch.Tensor:
@@ -186,11 +200,11 @@ class Emulation(run_inference.Run):
         if i is not None and i.source.startswith(VALUE) and name not in self.live:
             n = self._extent(self.buffers[name])
             data = self.arithmetic.round(draw(seed_of(SEED, i.source), torch.arange(n)), i.dtype or "float32")
-            self.live[name] = run_inference.Storage(("value", i.source, n), data, data)
+            self.live[name] = Storage(("value", i.source, n), data, data)
         found = super()._source(name)
-        if i is not None and isinstance(found, run_inference.Storage) and isinstance(found.id, tuple) and found.id[0] == "input":
+        if i is not None and isinstance(found, Storage) and isinstance(found.id, tuple) and found.id[0] == "input":
             data = self.arithmetic.round(found.memory, i.dtype or "float32")  # a tensor of that dtype holds no more
-            found = self.live[name] = run_inference.Storage(("rounded", *found.id[1:]), data, data)
+            found = self.live[name] = Storage(("rounded", *found.id[1:]), data, data)
         return found
 
     def _interpret(self, body: Body, binding: dict[str, str], node: Node) -> tuple[dict[str, Val | str], list[Any]]:
@@ -199,12 +213,12 @@ class Emulation(run_inference.Run):
         return _Single(self, body, binding, node).run()
 
 
-def _emulate(capture: InferenceGraph, rules: Path, chosen: set[int]) -> dict[Map, Emulation]:
-    tracer = Tracer(capture, load_opaque_ops(rules))
+def _emulate(capture: InferenceGraph, rules: dict[str, OpaqueOp], chosen: set[int], tokens: int) -> dict[Map, Emulation]:
+    tracer = Tracer(capture, rules)
     tracer.run()
-    positions = choose_positions(capture, TOKENS, 1)
+    positions = choose_positions(capture, tokens, 1)
     smallest = min((p.shape[0] for p in capture.parameters if len(p.shape) == 2 and "embed" in p.name), default=64)
-    ids = tuple((5 + 11 * t) % smallest for t in range(TOKENS))
+    ids = tuple((5 + 11 * t) % smallest for t in range(tokens))
     out: dict[Map, Emulation] = {}
     for which in ("map", "negated", "swapped"):
         arithmetic = Arithmetic(SEED, positions, ids, rounds=True)
@@ -217,14 +231,30 @@ def _emulate(capture: InferenceGraph, rules: Path, chosen: set[int]) -> dict[Map
 # -- the job ------------------------------------------------------------------------------------------------------------------
 
 
-def _unknown(graph: Graph, run: Emulation, g: int) -> str:
+def _calls(graph: Graph) -> list[Node]:
+    return [n for k in graph.kernels for n in k.nodes if n.kind == "extern" and n.op != "inductor.multi_output"]
+
+
+def _written(node: Node, rules: dict[str, OpaqueOp]) -> tuple[str, int | None]:
+    """The buffer that holds a call's result, and which argument that is if it is no `out=`; no buffer for a mere effect."""
+    rule = rules.get(node.op)
+    if rule is not None and rule.kind == "effect":
+        return "", None
+    names = [name for name, _ in node.args]
+    if rule is not None and rule.kind == "attention" and rule.out in names:
+        return str(dict(node.args)[rule.out].get("b")), names.index(rule.out)
+    return next(iter(node.outputs), ""), None
+
+
+def _unknown(graph: Graph, run: Emulation, g: int, rules: dict[str, OpaqueOp]) -> str:
     """An extern call whose result cannot be handed over, empty if there is none."""
-    calls = [n for k in graph.kernels for n in k.nodes if n.kind == "extern"]
-    return next((n.op for n in calls if any((g, o) not in run.contents for o in n.outputs)), "")
+    written = ((n.op, _written(n, rules)[0]) for n in _calls(graph))
+    return next((op for op, buffer in written if buffer and (g, buffer) not in run.contents), "")
 
 
-def _piece(graph: Graph, run: Emulation, g: int, source: Path, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
-    env = {**graph.symbols, graph.tokens: TOKENS}
+def _piece(graph: Graph, run: Emulation, g: int, source: Path, arrays: dict[str, np.ndarray], tokens: int,
+           rules: dict[str, OpaqueOp]) -> dict[str, Any]:  # fmt: skip
+    env = {**graph.symbols, graph.tokens: tokens}
 
     def size(texts: tuple[str, ...]) -> list[int]:
         return [int(index_value(t, env)) for t in texts]
@@ -232,7 +262,7 @@ def _piece(graph: Graph, run: Emulation, g: int, source: Path, arrays: dict[str,
     read = {b for k in graph.kernels for n in k.nodes if n.kind == "loop" for b in n.buffers}
     inputs = []
     for i in graph.inputs:
-        if i.role == "symbol":
+        if i.role in ("symbol", "layer"):
             inputs.append({"name": i.name, "value": env.get(i.source, env.get(i.name, 0))})
             continue
         entry: dict[str, Any] = {"name": i.name, "dtype": i.dtype, "size": size(i.size), "stride": size(i.stride), "value": None}
@@ -240,12 +270,12 @@ def _piece(graph: Graph, run: Emulation, g: int, source: Path, arrays: dict[str,
             data, entry["rows"] = _input(i, run, g, entry["size"])
             entry["value"] = _put(arrays, f"{graph.name}.{i.name}", data, i.dtype)
         inputs.append(entry)
-    externs = []
-    for k in graph.kernels:
-        for n in k.nodes:
-            for o in n.outputs if n.kind == "extern" else ():
-                b = next(b for b in graph.buffers if b.name == o)
-                externs.append({"dtype": b.dtype, "value": _put(arrays, f"{graph.name}.{o}", run.contents[g, o], b.dtype)})
+    externs: list[dict[str, Any]] = []
+    for n in _calls(graph):
+        o, position = _written(n, rules)
+        b = next((b for b in graph.buffers if b.name == o), None)
+        value = _put(arrays, f"{graph.name}.{o}", run.contents[g, o], b.dtype) if b is not None else None
+        externs.append({"dtype": b and b.dtype, "value": value, "position": position})
     return {"name": graph.name, "source": str(source), "inputs": inputs, "externs": externs}
 
 
@@ -254,9 +284,9 @@ def _input(i: Input, run: Emulation, g: int, size: list[int]) -> tuple[torch.Ten
     if (known := run.contents.get((g, i.name))) is not None:
         return known, []
     parameter = next(p for p in run.capture.parameters if p.name == i.source)
-    lazy = run_inference._Lazy(("parameter", i.source), parameter, i.dtype or parameter.dtype)
+    lazy = Lazy(("parameter", i.source), parameter, i.dtype or parameter.dtype)
     body = Body(var_ranges=(), sizes=((), ()), indexing={}, ops=())
-    reader = run_inference._Interpreter(run, body, {}, Node(name="", kind="nop"))
+    reader = Interpreter(run, body, {}, Node(name="", kind="nop"))
     count, width = int(np.prod(size)), int(np.prod(size[1:]))
     if count <= WHOLE:
         return reader.parameter(lazy, torch.arange(count)), []

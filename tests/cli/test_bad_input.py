@@ -49,7 +49,7 @@ def test_options_reach_the_captures(stage, tmp_path: Path) -> None:
         "eager",
     )
     assert inference["layers"] == training["layers"] == 4
-    assert inference["weights"] == training["weights"] == "real"
+    assert (inference["weights"], training["weights"]) == ("real", "checkpoint")
     assert stage.run("find", "m", "--out", tmp_path).code == 0
     assert stage.calls["training"]["autocast"] is None
     assert stage.calls["inference"]["weights"] is None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import re
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from graphalign.patch.snapshot import Snapshot, of_inference, of_report
 from graphalign.rules import rules_dir
 from graphalign.sites.find import diff
 from graphalign.sites.report import Report
+from tests.breadth import captured as breadth
 from tests.fixtures import recorded
 
 CAPTURES = Path(__file__).parent / "captures"
@@ -36,11 +39,23 @@ def structure(name: str) -> Snapshot:
 def report(name: str) -> Report:
     if "." not in name:
         return recorded.report(name)
-    return diff(capture(name), recorded.captures(name.split(".")[0])[1])
+    stem = name.split(".")[0]
+    return diff(capture(name), (recorded.captures if recorded.paths(stem)[1].exists() else breadth.captures)(stem)[1])
 
 
 def sites(name: str) -> Snapshot:
     return of_report(report(name), name)
+
+
+@functools.cache
+def undeclared() -> Report:
+    """`qwen3.rotary` with rules in which nothing is declared about the inside of the kernel but words."""
+    with tempfile.TemporaryDirectory() as folder:
+        rules = Path(folder) / "rules"
+        shutil.copytree(rules_dir(), rules)
+        custom = rules / "ops" / "custom.yaml"
+        custom.write_text(custom.read_text().partition("  computes:")[0])
+        return diff(capture("qwen3.rotary"), recorded.captures("qwen3")[1], rules=rules)
 
 
 def renamed(graph: InferenceGraph) -> InferenceGraph:

@@ -10,7 +10,7 @@ from graphalign.patch.snapshot import of_inference, of_report
 from graphalign.rules import rules_dir
 from graphalign.sites.expected import verdict
 from graphalign.sites.find import diff
-from tests.drift.data import CAPTURES, capture, renamed, report, sites, structure
+from tests.drift.data import CAPTURES, capture, renamed, report, sites, structure, undeclared
 from tests.fixtures import recorded
 
 
@@ -84,23 +84,35 @@ def test_a_custom_op_that_falls_back_on_the_cpu_moves_settings_only(setting: str
     assert "custom_ops" in settings(d)
 
 
-def test_the_custom_rotary_kernel_is_opaque_and_the_old_patch_unknown() -> None:
+def test_the_custom_rotary_kernel_rounds_what_it_reads() -> None:
     d = drift(sites("qwen3"), sites("qwen3.rotary"), {"_C.rotary_embedding.default": "does it so"})
+    assert d.verdict == "wrong"
+    said = next(i for i in d.items if i.what == "custom op _C.rotary_embedding.default")
+    assert (said.change, said.new) == ("appeared", "compared as rules/ops declares it: does it so")
+    assert settings(d) == {"custom_ops": "['none', '+rotary_embedding']"}
+    moved = [i for i in d.items if i.topic == "site"]
+    assert len(moved) == 4
+    assert all(i.change == "vanished" and i.what.startswith("rope: `self.weight * hidden_states.to(input_dtype)` → ") for i in moved)
+    assert drift(sites("qwen3.rotary"), sites("qwen3")).verdict == "safe"
+    back = drift(structure("qwen3.rotary"), structure("qwen3"))
+    assert [i.change for i in back.items if i.what == "custom op _C.rotary_embedding.default"] == ["vanished"]
+
+
+def test_without_its_declaration_the_kernel_is_opaque_and_the_old_patch_unknown() -> None:
+    d = drift(sites("qwen3"), of_report(undeclared(), "new"), {"_C.rotary_embedding.default": "does it so"})
     assert d.verdict == "unknown"
     assert next(i for i in d.items if i.what == "opaque op _C.rotary_embedding.default").new.endswith("rules/ops: does it so")
-    assert settings(d) == {"custom_ops": "['none', '+rotary_embedding']"}
     rope = [i for i in d.items if i.topic == "site" and i.what.startswith("rope")]
     assert len(rope) == 8
     assert {i.change for i in rope} == {"vanished"}
-    assert drift(structure("qwen3"), structure("qwen3.rotary")).moved
 
 
 def test_a_rewritten_trainer_leaves_open_what_its_module_leaves_open() -> None:
-    old = sites("qwen3")
+    old, new = sites("qwen3"), of_report(undeclared(), "new")
     old.keys = {k: (p.model_copy(update={"text": "a"}), c.model_copy(update={"text": "b"})) for k, (p, c) in old.keys.items()}
-    assert drift(old, sites("qwen3.rotary")).verdict == "wrong", "the same file, and yet no such expression"
+    assert drift(old, new).verdict == "wrong", "the same file, and yet no such expression"
     old.sources = dict.fromkeys(old.sources, "0" * 64)
-    assert drift(old, sites("qwen3.rotary")).verdict == "unknown"
+    assert drift(old, new).verdict == "unknown"
 
 
 def test_emulated_casts_make_the_old_patch_wrong() -> None:
@@ -125,6 +137,22 @@ def test_fixtures_are_small() -> None:
     files = list(CAPTURES.iterdir())
     assert len(files) >= 14
     assert max(p.stat().st_size for p in files) <= 25_000
+
+
+def test_between_versions_on_a_simulated_gpu_one_entry_of_a_list_moved() -> None:
+    d = drift(structure("qwen3.h100.v0.31.0"), structure("qwen3.h100"))
+    assert [(i.topic, i.what, i.old, i.new) for i in d.items if i.moved] == [
+        ("setting", "splitting_ops", "without", "vllm::qwen4_exp_qsa_prepare_with_output")
+    ]
+    d = drift(sites("qwen3.h100.v0.31.0"), sites("qwen3.h100"))
+    assert (d.verdict, {i.topic for i in d.items if i.moved}) == ("right", {"setting"})
+
+
+def test_a_list_in_another_order_is_no_drift() -> None:
+    old, new = structure("qwen3.rotary"), structure("qwen3.rotary")
+    new.compile = {**new.compile, "custom_ops": new.compile["custom_ops"][::-1]}
+    (note,) = drift(old, new).items
+    assert (note.moved, note.what) == (False, "told otherwise, but no setting: custom_ops")
 
 
 def test_a_simulated_gpu_has_its_own_map() -> None:

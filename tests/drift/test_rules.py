@@ -20,8 +20,8 @@ def rules(tmp_path: Path) -> Path:
     """A copy of the rules that the three examples are enough for."""
     shutil.copytree(rules_dir(), tmp_path / "rules")
     folder = tmp_path / "rules"
-    for unused in (folder / "ops" / "moe.yaml", folder / "ops" / "recurrent.yaml", folder / "ops" / "custom.yaml"):
-        unused.unlink(missing_ok=True)
+    for unused in ("ops/moe.yaml", "ops/recurrent.yaml", "ops/custom.yaml", "expected/moe.yaml"):
+        (folder / unused).unlink(missing_ok=True)
     (folder / "expected" / "dense.yaml").write_text(
         "- {architecture: Qwen2ForCausalLM, device: cpu,\n"
         "   layer: {norm_weight: 2, residual_rmsnorm: 4, residual_stream: 2, rope: 4, swiglu: 1},\n"
@@ -36,7 +36,8 @@ def rules(tmp_path: Path) -> Path:
         "- {group: rope, region: {reads: [gemm, table], feeds: [attention]}}\n"
     )
     text = (folder / "vectors" / "ops.yaml").read_text().splitlines(keepends=True)
-    text = [x if "unrecorded" in x or "aten." not in x else x.replace("}", ", unrecorded: on a GPU}") for x in text if "gdn" not in x]
+    text = [x if "unrecorded" in x or "aten." not in x else x.replace("}", ", unrecorded: on a GPU}") for x in text]
+    text = [x for x in text if not any(name in x for name in ("gdn", "fused_moe", "rotary"))]
     (folder / "vectors" / "ops.yaml").write_text("".join(text))
     return folder
 
@@ -72,6 +73,7 @@ def test_planted_faults_are_found(rules: Path, qwen2: Path) -> None:
     advice = "matches nothing in any recorded capture: record one, or say in rules/vectors why none can be (`unrecorded`)"
     assert set(found) == {
         f"op my.gemm.default {advice}",
+        "op my.gemm.default has no test vector in rules/vectors",
         f"group never {advice}",
         "group never has no test vector in rules/vectors",
         "group rope: its test vector is named by no rule",
@@ -85,6 +87,24 @@ def test_counts_that_are_not_those_of_the_capture_are_found(rules: Path, qwen2: 
     """Without its rule, the name of a group is a generated one."""
     found = problems(rules, qwen2)
     assert "expected sites of Qwen2ForCausalLM on cpu: qwen2.inf.json.gz has swiglu: 0 where 1 are expected (fewer), layers 0-5" in found
+
+
+def test_a_declaration_must_name_arguments_that_its_op_has(rules: Path, qwen2: Path) -> None:
+    (rules / "ops" / "custom.yaml").write_text(
+        "- {op: my.rope.default, kind: opaque, computes: {function: rope, values: [q], positions: p, table: t, head_size: n, neox: x}}\n"
+    )
+    add(rules / "vectors" / "ops.yaml", "- {op: my.rope.default, args: [q, p, t, n], unrecorded: it is made up}\n")
+    assert "op my.rope.default: its test vector has no argument x" in problems(rules, qwen2)
+    (rules / "ops" / "custom.yaml").write_text("- {op: my.rope.default, kind: opaque, computes: {function: exp}}\n")
+    with pytest.raises(BadInputError, match=r"bad rule file custom\.yaml"):
+        check_rules(rules, [qwen2])
+
+
+def test_a_folder_without_rules_is_an_error_here_and_a_warning_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(BadInputError, match="there are no rules in"):
+        check_rules(tmp_path, recorded_folders())
+    assert rules_dir(tmp_path) == tmp_path
+    assert "warning: --rules: there is no rule file in" in capsys.readouterr().err
 
 
 def test_no_captures_is_an_error(tmp_path: Path) -> None:

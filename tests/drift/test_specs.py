@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from graphalign.errors import BadInputError
 from graphalign.patch.drift import drift
 from graphalign.patch.make import make_spec
 from graphalign.patch.snapshot import of_report, of_spec
-from graphalign.patch.spec import Edit, PatchSpec, dump, parse
+from graphalign.patch.spec import Edit, PatchSpec, Skipped, dump, parse
 from tests.drift.data import report
 
 
@@ -56,6 +57,45 @@ def test_a_missing_edit_leaves_the_old_patch_safe_and_a_superfluous_one_makes_it
     assert (item.topic, item.change, item.layers) == ("site", "appeared", "0-5")
     assert item.what.startswith("swiglu: `nn.functional.silu(input)` →")
     assert d.reasons == (f"keep unrounded {item.what} is missing (layers 0-5)",)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "left_out"),
+    [
+        ({"only": ["rope"]}, {"norm_weight", "residual_rmsnorm", "residual_stream", "swiglu"}),
+        ({"without": ["rope"]}, {"rope"}),
+        ({"layers": "0-3"}, {"norm_weight", "residual_rmsnorm", "residual_stream", "rope", "swiglu"}),
+    ],
+)
+def test_a_subset_is_not_contradicted_and_contradicts_nothing(chosen: dict[str, Any], left_out: set[str]) -> None:
+    """Written and read again: what was left out by choice is neither moved nor judged."""
+    subset = parse(dump(make_spec(report("qwen3"), **chosen)))
+    d = drift(of_spec(subset), of_report(report("qwen3")))
+    assert (d.moved, d.verdict) == (False, "safe")
+    assert {r.split(" leaves ")[1].split(" out ")[0] for r in d.reasons} == left_out
+    d = drift(of_spec(spec()), of_spec(subset))
+    assert (d.moved, d.verdict) == (False, "unknown")
+    (note,) = d.items
+    assert note.what.startswith("the new spec leaves out by choice: ")
+    assert verdict(subset, subset) == "right"
+
+
+def test_a_subset_is_contradicted_where_it_has_edits() -> None:
+    subset = make_spec(report("qwen3"), only=["rope"])
+    assert drift(of_spec(subset), of_report(report("qwen3.casts"))).verdict == "wrong"
+    moved = [i for i in drift(of_spec(subset), of_report(report("qwen3.casts"))).items if i.topic == "site"]
+    assert all(i.what.startswith("rope: ") for i in moved)
+
+
+def test_layers_that_are_none_are_refused() -> None:
+    skipped = (Skipped(site="*", reason="left out by choice: layers 5-1"),)
+    with pytest.raises(BadInputError, match="leaves out what are no layers"):
+        of_spec(spec().model_copy(update={"skipped": skipped}))
+
+
+def test_timings_are_no_drift() -> None:
+    later = report("qwen3").model_copy(update={"stats": {**report("qwen3").stats, "seconds": {"align": 99.0}}, "notes": ("another",)})
+    assert drift(of_report(report("qwen3")), of_report(later)).items == ()
 
 
 def test_another_kind_of_edit_is_named() -> None:

@@ -34,8 +34,9 @@ def test_the_gap_of_a_small_qwen3(tmp_path: Path) -> None:
     assert whole == pytest.approx(stock - everything, rel=1e-6)
     # with the engine's kernels too, nearly nothing is left against the engine's own prefill
     both = next(v for n, v in by_name.items() if "gemm" in n and "attention" in n)
-    assert both["prefill"]["pooled"]["k3"]["value"] < 0.25 * everything
-    assert both["prefill"]["pooled"]["equal_share"]["value"] > 0.3
+    assert both["prefill"]["pooled"]["k3"]["value"] < 0.6 * everything
+    assert both["prefill"]["pooled"]["equal_share"]["value"] > 0.2
+    assert by_name["everything"]["prefill"]["pooled"]["equal_share"]["value"] < 0.05
     residue = report["residue"]
     assert residue["gemm"]["results"] == 42
     assert residue["attention"]["results"] == 6

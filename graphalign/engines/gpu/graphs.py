@@ -8,27 +8,30 @@ from typing import Any
 import torch
 
 from graphalign.capture import engine_script as script
-from graphalign.engines.gpu.pieces import Lowering, Piece, renaming
+from graphalign.engines.gpu.pieces import Lowering, Piece, Range, graph_name, renaming
 
 VALUE = "value:"
 """Prefix of an input's `source` that is another piece's output."""
 
 
 def assemble(lowering: Lowering, world: script.World, note: Any) -> list[dict[str, Any]]:
-    """All pieces as graphs in the file's format."""
-    return [_graph(p, lowering, world, note) for p in lowering.pieces]
+    """All pieces as graphs in the file's format; a compiled piece once for each compile range, fewest tokens first."""
+    ranges = sorted(lowering.ranges) or [(0, 0)]
+    return [_graph(p, r, lowering, world, note) for p in lowering.pieces for r in (ranges[:1] if p.splitting else ranges)]
 
 
-def _graph(piece: Piece, lowering: Lowering, world: script.World, note: Any) -> dict[str, Any]:
+def _graph(piece: Piece, of: Range, lowering: Lowering, world: script.World, note: Any) -> dict[str, Any]:
     if piece.splitting:
-        prefixes = [p.lowered["prefix"] for p in lowering.pieces if p.lowered is not None]
+        prefixes = [found["prefix"] for p in lowering.pieces for found in p.lowered.values()]
         plain = _eager(piece, prefixes[0] if prefixes else "")
-    elif (piece.alike or piece).lowered is not None:
-        plain = _compiled(piece, note)
+    elif of in (piece.alike or piece).lowered:
+        plain = _compiled(piece, of, note)
     else:
-        failure = (piece.alike or piece).failure or "it was not compiled"
+        failure = (piece.alike or piece).failures.get(of) or "it was not compiled"
         note(f"piece {piece.number} could not be lowered, its inside is unknown: {failure}")
         plain = _unlowered(piece)
+    if len(lowering.ranges) > 1 and not piece.splitting:
+        plain |= {"name": graph_name(piece.number, of, lowering.tokens), "range": list(of)}
     _wire(plain, piece, lowering, world)
     for kernel in plain["kernels"]:
         for node in kernel["nodes"]:
@@ -41,15 +44,15 @@ def _graph(piece: Piece, lowering: Lowering, world: script.World, note: Any) -> 
 # -- compiled pieces ------------------------------------------------------------------------------------------------------
 
 
-def _compiled(piece: Piece, note: Any) -> dict[str, Any]:
+def _compiled(piece: Piece, of: Range, note: Any) -> dict[str, Any]:
     model = piece.alike or piece
-    assert model.lowered is not None
-    plain: dict[str, Any] = copy.deepcopy(model.lowered["graph"])
+    lowered = model.lowered[of]
+    plain: dict[str, Any] = copy.deepcopy(lowered["graph"])
     plain["name"] = f"piece{piece.number}"
     at = {name: i for i, name in enumerate(model.placeholders)}
     for entry in plain["inputs"]:
-        entry["position"] = at.get(model.lowered["placeholder"].get(entry["name"], ""))
-    results = model.lowered["outputs"]
+        entry["position"] = at.get(lowered["placeholder"].get(entry["name"], ""))
+    results = lowered["outputs"]
     if len(results) != len(piece.outputs):
         note(f"piece {piece.number} has {len(piece.outputs)} outputs, its lowered form {len(results)}")
     plain["exports"] = [
@@ -58,7 +61,7 @@ def _compiled(piece: Piece, note: Any) -> dict[str, Any]:
         if name is not None and isinstance(value, dict) and "b" in value
     ]
     if piece is not model:
-        _rename_modules(plain, renaming(model, piece) or {}, model.lowered["prefix"])
+        _rename_modules(plain, renaming(model, piece) or {}, lowered["prefix"])
     return plain
 
 
@@ -208,5 +211,6 @@ def _wire(plain: dict[str, Any], piece: Piece, lowering: Lowering, world: script
         else:
             entry |= {"role": "tensor", "source": script.clean_placeholder(outer)}
     if not plain["symbols"]:
-        plain["symbols"] = {e["source"]: lowering.tokens for e in plain["inputs"] if e["role"] == "symbol"}
+        symbols = [e["source"] for e in plain["inputs"] if e["role"] == "symbol" and not e["source"].isdecimal()]
+        plain["symbols"] = dict.fromkeys(symbols, lowering.tokens)
         plain["tokens"] = next(iter(plain["symbols"]), "")

@@ -4,8 +4,8 @@ The generated wrapper of a piece is run as it is, with its kernels interpreted a
 files that this machine's own capture has just generated are run. Seen to work with Triton 3.9, torch 2.13.
 
 Job: `data` (npz with the arrays), `out` (npz to write), `pieces`: each `name`, `source`, `inputs` (in the wrapper's order: an
-integer, or dtype, size, stride and a key into `data` or null for content that no kernel reads), `externs` (keys: results of
-the extern calls, in order).
+integer, or dtype, size, stride and a key into `data` or null for content that no kernel reads), `externs` (results of the extern
+calls, in order: dtype, a key into `data` or null for a call without one, and which argument it writes if that is not `out`).
 """
 
 from __future__ import annotations
@@ -100,6 +100,7 @@ class Kernel:
         module.libdevice = Libdevice()  # type: ignore[attr-defined]
         self.function, self.name, self.record = getattr(module, name), name, record
         found = re.search(rf"def {name}\((.*?)\):", body, re.S)
+        self.stored = set(re.findall(r"tl\.(?:store|atomic_add)\((\w+)", body))
         self.names = [p.split(":")[0].strip() for p in (found.group(1) if found else "").split(",")]
         self.reduction = "persistent_reduction(" in text or "@triton_heuristics.reduction(" in text
         grid = re.search(r"'grid_type': '(\w+)'", text)
@@ -119,7 +120,8 @@ class Kernel:
             else:
                 raise Unsupported(f"{self.name} needs {p}")
         self.function[self._grid(sizes, blocks)](**given, **blocks)
-        self.record({n: a for n, a in given.items() if n.startswith(("out_ptr", "in_out_ptr"))}, self)
+        # a buffer that is reused in place keeps its parameter when its own store is dropped (torch 2.13)
+        self.record({n: a for n, a in given.items() if n.startswith(("out_ptr", "in_out_ptr")) and n in self.stored}, self)
 
     def _grid(self, sizes: dict[str, int], blocks: dict[str, int]) -> tuple[int, ...]:
         def count(axis: str, n: str = "") -> int:
@@ -164,13 +166,20 @@ class Externs:
             raise AttributeError(name)
         return Externs(self.results, f"{self.path}.{name}")
 
-    def __call__(self, *_: Any, out: Any = None, **__: Any) -> Any:
-        if out is None or not self.results:
+    def __call__(self, *args: Any, out: Any = None, **_: Any) -> Any:
+        import torch
+
+        if not self.results:
+            raise Unsupported(f"a call of {self.path} more than the capture has")
+        position, result = self.results.pop(0)
+        if result is None:  # it only has an effect on the engine
+            return torch.empty(0)
+        out = args[position] if out is None and position is not None else out
+        if out is None:
             raise Unsupported(f"a call of {self.path} without `out`")
-        result = self.results.pop(0)
         if result.numel() != out.numel():
             raise Unsupported(f"{self.path} writes {out.numel()} elements, {result.numel()} were given")
-        out.copy_(result.view(out.shape))
+        return out.copy_(result.view(out.shape))
 
 
 def run_piece(piece: dict[str, Any], data: Any, save: dict[str, Any]) -> list[dict[str, Any]]:
@@ -213,8 +222,9 @@ def run_piece(piece: dict[str, Any], data: Any, save: dict[str, Any]) -> list[di
 
     with tempfile.TemporaryDirectory(prefix="graphalign-kernels-") as folder:
         scope = wrapper_scope()
-        results = [from_numpy(data[e["value"]], getattr(torch, e["dtype"])) for e in piece["externs"]]
+        results = [(e["position"], e["value"] and from_numpy(data[e["value"]], getattr(torch, e["dtype"]))) for e in piece["externs"]]
         scope["extern_kernels"] = Externs(results)
+        scope["torch"].ops = types.SimpleNamespace(vllm=Externs(results, "torch.ops.vllm"), aten=torch.ops.aten)
         for m in KERNEL.finditer(text):
             scope[m.group(1)] = Kernel(m.group(1), m.group(2), folder, record)
         start = text.index("    def call(self, args):")

@@ -25,6 +25,10 @@ class Finished(BaseException):
     """The backend is done; the engine's forward is not continued."""
 
 
+Range = tuple[int, int]
+"""Token counts that vLLM compiles a piece for, first and last; equal for one of `compile_sizes`."""
+
+
 @dataclasses.dataclass
 class Piece:
     """One submodule of the split graph."""
@@ -43,8 +47,8 @@ class Piece:
     """Equal for equal pieces."""
     paths: list[tuple[str, ...]]
     """Module paths of its nodes, in order; inputs are named after wherever they were made."""
-    lowered: dict[str, Any] | None = None
-    failure: str = ""
+    lowered: dict[Range, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    failures: dict[Range, str] = dataclasses.field(default_factory=dict)
     alike: Piece | None = None
     """The equal piece that was lowered in its place."""
 
@@ -71,23 +75,30 @@ class PieceRecorder(script.Recorder):
     def __init__(self, world: script.World, keep: str | None) -> None:
         super().__init__(world, keep)
         self.piece: Piece | None = None
+        self.range: Range = (0, 0)
+        self.tokens = 0
 
     def finish(self, graph: Any) -> None:
         reader = PieceReader(self, graph)
         plain = reader.read()
         self.options = self.options or script.read_inductor()
         self.graphs.append(plain)
-        if self.piece is not None and self.piece.lowered is None:
-            self.piece.lowered = {"graph": plain, "placeholder": reader.placeholder, "outputs": reader.outputs(),
-                                  "prefix": (reader.frame.prefix if reader.frame else None) or ""}  # fmt: skip
+        if self.piece is not None and self.range not in self.piece.lowered:
+            self.piece.lowered[self.range] = {"graph": plain, "placeholder": reader.placeholder, "outputs": reader.outputs(),
+                                              "prefix": (reader.frame.prefix if reader.frame else None) or ""}  # fmt: skip
 
     def _keep_source(self, result: Any) -> None:
         with self.guard("generated source"):
             wrapper = result[0] if isinstance(result, tuple) else result
             folder = pathlib.Path(self.keep or ".")
             folder.mkdir(parents=True, exist_ok=True)
-            number = self.piece.number if self.piece else len(self.graphs)
-            (folder / f"piece{number}.py").write_text(str(getattr(wrapper, "value", wrapper)))
+            name = graph_name(self.piece.number, self.range, self.tokens) if self.piece else f"piece{len(self.graphs)}"
+            (folder / f"{name}.py").write_text(str(getattr(wrapper, "value", wrapper)))
+
+
+def graph_name(number: int, of: Range, tokens: int) -> str:
+    """`piece3` for the range that the forward's token count is in, `piece3_1_16` for another."""
+    return f"piece{number}" if of[0] <= tokens <= of[1] else f"piece{number}_{of[0]}_{of[1]}"
 
 
 class Lowering:
@@ -95,17 +106,19 @@ class Lowering:
 
     Args:
         recorder: records Inductor graphs; already installed.
-        tokens: the compile range that holds this many tokens is captured.
+        tokens: number of tokens of the forward, the size hint of what is compiled for a range.
     """
 
     def __init__(self, recorder: PieceRecorder, tokens: int) -> None:
         self.recorder, self.tokens = recorder, tokens
+        recorder.tokens = tokens
         self.pieces: list[Piece] = []
         self.outer: Any = None
         self.sources: dict[str, Any] = {}
         """Names of the outer graph's placeholders to their example values."""
         self.results: list[str] = []
-        self.ranges: set[str] = set()
+        self.ranges: list[Range] = []
+        """In the order of compilation."""
         self.overrides = {"benchmark_combo_kernel": False, "triton.autotune_at_compile_time": False}
         self._classes: dict[str, Piece] = {}
 
@@ -178,25 +191,27 @@ class Lowering:
     # -- lowering -------------------------------------------------------------------------------------------------------
 
     def compile(self, lower: Any, index: int, compile_range: Any) -> None:
-        """Lower one piece, unless an equal one was lowered."""
-        self.ranges.add(str(compile_range))
+        """Lower one piece for one range, unless an equal one was lowered."""
+        of = (int(compile_range.start), int(compile_range.end))
+        if of not in self.ranges:
+            self.ranges.append(of)
         compiled = [p for p in self.pieces if not p.splitting]
         piece = compiled[index]
-        if not compile_range.start <= self.tokens <= compile_range.end or piece.lowered is not None or piece.alike is not None:
+        if of in piece.lowered or piece.alike is not None:
             return
         known = self._classes.setdefault(piece.key, piece)
         if known is not piece and renaming(known, piece) is not None:
             piece.alike = known
             return
-        self.recorder.piece = piece
+        self.recorder.piece, self.recorder.range = piece, of
         script.say(stage="compile", fraction=min(0.95, 0.4 + 0.5 * index / max(len(compiled), 1)))
         try:
             lower(self.overrides)
-            piece.failure = "vLLM's compiler returned before Inductor generated code"
+            piece.failures[of] = "vLLM's compiler returned before Inductor generated code"
         except Lowered:
             pass
         except Exception as e:  # any op may be missing here; the other pieces go on
-            piece.failure = script.first_reason(e)
+            piece.failures[of] = script.first_reason(e)
         finally:
             self.recorder.piece = None
 
