@@ -107,6 +107,10 @@ Autocast = Annotated[Literal["none", "bfloat16", "float16"], typer.Option(help="
 Attention = Annotated[
     Literal["sdpa", "eager", "flash_attention_2", "flex_attention"], typer.Option(help="Regime: attention implementation.")
 ]
+LogProbs = Annotated[
+    str,
+    typer.Option(metavar="NAME", help="Regime: the trainer's log-probabilities: fp32, trl, or PKG.MODULE:FUNCTION of (logits, tokens)."),
+]
 Rules = Annotated[Path | None, typer.Option(metavar="DIR", help="Read rules from here instead of the ones that ship with graphalign.")]
 
 
@@ -148,6 +152,7 @@ def find(
     dtype: Dtype = "bfloat16",
     autocast: Autocast = "none",
     attention: Attention = "sdpa",
+    logprobs: LogProbs = "fp32",
     rules: Rules = None,
     baseline: Annotated[
         Path | None,
@@ -188,7 +193,7 @@ def find(
         )
         tokens = tokens_to_record(inference)
         probe = Probe(model, weights, autocast, stages)
-        training = _capture_training(stages, model, factory, layers, dtype, autocast, attention, weights, tokens, probe)
+        training = _capture_training(stages, model, factory, layers, dtype, autocast, attention, weights, tokens, probe, logprobs)
         write_json(out / "training.json.gz", training)
         report = probe.rank(_diff(stages, inference, training, rules))
         if kernels is not None:
@@ -250,6 +255,7 @@ def capture_training_command(
     dtype: Dtype = "bfloat16",
     autocast: Autocast = "none",
     attention: Attention = "sdpa",
+    logprobs: LogProbs = "fp32",
     tokens: Annotated[
         int | None, typer.Option(min=2, metavar="N", help="Number of tokens: that of `compile_sizes` if the engine has exact sizes.")
     ] = None,
@@ -268,7 +274,7 @@ def capture_training_command(
     console.require_output(output)
     console.require_packages("transformers")
     with console.Stages() as stages:
-        graph = _capture_training(stages, model, factory, layers, dtype, autocast, attention, weights, tokens)
+        graph = _capture_training(stages, model, factory, layers, dtype, autocast, attention, weights, tokens, None, logprobs)
         write_json(output, graph)
     print(f"{output}: {len(graph.nodes)} ops from {len(graph.sources)} source expressions")
 
@@ -371,6 +377,7 @@ def _capture_training(
     weights: WeightsChoice | None,
     tokens: int | None,
     then: Callable[[nn.Module], None] | None = None,
+    logprobs: str = "fp32",
 ) -> TrainingGraph:
     stages.start("training")("find the model")
     from graphalign.capture.training import capture_training
@@ -386,6 +393,7 @@ def _capture_training(
         weights="checkpoint" if weights == "real" else weights,
         progress=stages,
         then=then,
+        logprobs=logprobs,
         **({} if tokens is None else {"tokens": tokens}),  # type: ignore[arg-type]
     )
 

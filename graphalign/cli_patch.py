@@ -168,7 +168,7 @@ def check(
             trainer,
             spec,
             inference,
-            lambda m: record_forward(m, autocast=spec.regime.get("autocast"), tokens=size),
+            lambda m: record_forward(m, autocast=spec.regime.get("autocast"), logprobs=spec.regime.get("logprobs", "fp32"), tokens=size),
             read_values(recorded, inference) if real else None,
             rules=rules,
             skipped=skipped,

@@ -160,6 +160,7 @@ def _measure(
     from graphalign.engines.shared_kernels import SharedKernels, merged_parameters
     from graphalign.engines.trainer import build_trainer
     from graphalign.ir.files import write_json
+    from graphalign.logprobs import DEFAULT, find_function
     from graphalign.patch.make import make_spec
     from graphalign.patch.spec import save
     from graphalign.sites.find import diff
@@ -173,7 +174,9 @@ def _measure(
     stages.start("trainer")("build the model")
     trainer = _build(model, spec, request.layers) if spec is not None else build_trainer(folder, layers=request.layers)
     stages("capture the stock model", None)
-    training = record_forward(trainer, autocast=spec.regime.get("autocast") if spec is not None else None)
+    if function is None and spec is not None:
+        function = find_function(spec.regime.get("logprobs", DEFAULT))
+    training = record_forward(trainer, autocast=spec.regime.get("autocast") if spec is not None else None, logprobs=function or DEFAULT)
     if spec is None:
         stages("diff", None)
         found_sites = diff(inference, training, rules=request.rules)
@@ -276,6 +279,6 @@ def _function(name: str | None) -> Any:
     """The trainer's log-probability function, or None for the built-in one."""
     if name is None:
         return None
-    from graphalign.verify.gap.functions import find_function
+    from graphalign.logprobs import find_function
 
     return find_function(name)

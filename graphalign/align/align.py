@@ -5,28 +5,24 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
-from graphalign.align.composite import fold, rename
 from graphalign.align.join import Join, chance_rate
-from graphalign.align.regions import Regions, cut
+from graphalign.align.pair import Pair, check_same_model, choose_positions, prepare
+from graphalign.align.regions import Regions
+from graphalign.align.sums import Sums
 from graphalign.align.tables import TableMatch, snap
-from graphalign.errors import AlignmentError, BadInputError
-from graphalign.evaluate import run_inference, run_training, trace_inference, trace_training
-from graphalign.evaluate.opaque import load_opaque_ops
-from graphalign.evaluate.returns import unwrap
-from graphalign.evaluate.values import Arithmetic, Val
-from graphalign.ir.dataflow import Dataflow, Op
-from graphalign.ir.inference import InferenceGraph
-from graphalign.ir.training import TrainingGraph
-from graphalign.ir.verify import verify_inference, verify_training
+from graphalign.errors import AlignmentError
+from graphalign.evaluate import run_inference, run_training
+from graphalign.evaluate.identity import anchor_name
+from graphalign.evaluate.values import Layers
+from graphalign.ir.dataflow import Dataflow
+
+__all__ = ["Alignment", "Pair", "Progress", "align", "check_same_model", "choose_positions", "prepare"]
 
 Progress = Callable[[str, float | None], None]
 SEED = 20240917
-PARTS = 8
-"""A kernel may hold no less than this part of a residual sum (a row maximum of it is not the sum)."""
 
 
 @dataclass
@@ -51,117 +47,44 @@ class Alignment:
     """Training anchor operand (op, slot) whose elements the inference operand does not hold, with the reason."""
     rescaled: dict[int, float] = field(default_factory=dict)
     """Attention anchors whose query the trainer multiplies by a constant that the engine multiplies the scores by."""
+    scaled: dict[int, float] = field(default_factory=dict)
+    """Experts whose routing weights the trainer multiplies by a constant that the engine multiplies their result by."""
     chance: float = 0.0
     """Measured share of unrelated values that match something in a region."""
     compared: int = 0
     arrays: int = 0
 
 
-@dataclass
-class Pair:
-    """Two captures, traced, with everything an evaluation needs."""
-
-    capture_i: InferenceGraph
-    capture_t: TrainingGraph
-    inference: trace_inference.Tracer
-    training: trace_training.Tracer
-    flow_i: Dataflow
-    flow_t: Dataflow
-    regions: Regions
-    unfolded: dict[str, str] = field(default_factory=dict)
-    """Modules that the engine runs as one op and that are no single anchor on the training side, with the reason."""
-
-    def arithmetic(self, seed: int, *, rounds: bool = False, per_layer: bool = False, shift: int = 0) -> Arithmetic:
-        """Values for one evaluation; positions are taken from the rows that the engine's tables record."""
-        tokens = self.capture_t.header.tokens
-        positions = choose_positions(self.capture_i, tokens, shift)
-        vocabulary = min(
-            (i.value.shape[0] for i in self.capture_t.inputs if i.kind == "parameter" and len(i.value.shape) == 2 and "embed" in i.name),
-            default=64,
-        )
-        ids = tuple((7 + 13 * shift + 11 * t) % vocabulary for t in range(tokens))
-        return Arithmetic(seed, positions, ids, rounds=rounds, per_layer=per_layer)
-
-
-def prepare(inference: InferenceGraph, training: TrainingGraph, rules: Path) -> Pair:
-    """Trace both captures and cut the training graph into regions.
-
-    Raises:
-        BadInputError: the captures are of different models.
-    """
-    verify_inference(inference)
-    verify_training(training)
-    check_same_model(inference, training)
-    inference = rename(inference, training)
-    training = _learned_buffers(inference, training)
-    known = load_opaque_ops(rules)
-    inference = unwrap(inference, known)
-    ti = trace_inference.Tracer(inference, known)
-    flow_i = ti.run()
-    folded = fold(training, flow_i)
-    tt = trace_training.Tracer(folded.capture)
-    flow_t = tt.run()
-    return Pair(inference, folded.capture, ti, tt, flow_i, flow_t, cut(flow_t), folded.failed)
-
-
-def _learned_buffers(inference: InferenceGraph, training: TrainingGraph) -> TrainingGraph:
-    """Buffers that checkpoints fill (and the engine therefore lists as learned) are parameters on both sides."""
-    filled = {s.checkpoint for p in inference.parameters if p.learned for s in p.segments}
-    inputs = tuple(i.model_copy(update={"kind": "parameter"}) if i.kind == "buffer" and i.name in filled else i for i in training.inputs)
-    return training if inputs == training.inputs else training.model_copy(update={"inputs": inputs})
-
-
-def check_same_model(inference: InferenceGraph, training: TrainingGraph) -> None:
-    """Refuse captures whose headers name different models."""
-    a, b = inference.header.model, training.header.model
-    for key in ("architecture", "layers", "max_position_embeddings"):
-        if a.get(key) and b.get(key) and a[key] != b[key]:
-            raise BadInputError(
-                f"these captures are of different models: {key} is {a[key]} in inference and {b[key]} in training",
-                hint="capture both sides from the same model folder, with the same --layers",
-            )
-
-
-def choose_positions(inference: InferenceGraph, tokens: int, shift: int) -> tuple[int, ...]:
-    """`tokens` positions spread over the whole range, all of them recorded rows of the engine's tables.
-
-    Tables of fewer rows (a scalar multiplier) are not indexed by position. `shift` picks another set, for the check.
-    """
-    rows: set[int] | None = None
-    for t in inference.tables:
-        if len(t.rows) >= tokens:
-            both = set(t.rows) if rows is None else rows & set(t.rows)
-            rows = both if len(both) >= tokens else rows
-    available = sorted(rows or [])
-    if len(available) < tokens:
-        top = int(inference.header.model.get("max_position_embeddings") or 2048)
-        available = sorted({min(top - 1, i) for i in range(tokens * 4)} | {top - 1})
-    usable = available[shift : len(available)] if len(available) - shift >= tokens else available
-    picked = [usable[round(i * (len(usable) - 1) / max(tokens - 1, 1))] for i in range(tokens)]
-    return tuple(picked)
-
-
-def align(pair: Pair, progress: Progress | None = None, *, per_layer: bool = False) -> Alignment:
+def align(pair: Pair, progress: Progress | None = None, *, layers: Layers = "alike") -> Alignment:
     """Propose the alignment by values.
 
     Args:
         pair: both captures.
         progress: called with (stage, fraction).
-        per_layer: give every layer values of its own. Slower; without it equal layers share values, which may cancel where one
-            region reads two layers (`x - g0 + g1`).
+        layers: `own` gives every layer values of its own. Slower; without it equal layers share values, which may cancel where
+            one region reads two layers (`x - g0 + g1`).
 
     Raises:
         AlignmentError: nothing matched at all.
     """
+    out = _align(pair, progress, layers)
+    found = {anchor_name(out.training.ops[i].key): factor for i, factor in out.scaled.items()}
+    if found != pair.factors:
+        pair.factors.update(found)
+        out = _align(pair, progress, layers)
+    return out
+
+
+def _align(pair: Pair, progress: Progress | None, layers: Layers) -> Alignment:
     say = progress or (lambda stage, fraction: None)
     flow_i, flow_t, regions = pair.flow_i, pair.flow_t, pair.regions
-    arithmetic = pair.arithmetic(SEED, per_layer=per_layer)
+    arithmetic = pair.arithmetic(SEED, layers=layers)
     say("evaluate", 0.0)
     native = run_training.native_constants(pair.capture_t, pair.training, arithmetic)
     computed = run_inference.computed_tables(pair.capture_i, pair.inference, arithmetic)
     snapped, matches = snap(pair.capture_i, pair.training, native, arithmetic.positions, computed)
-    sums = _Sums(arithmetic, regions)
-    run_t = run_training.Run(pair.capture_t, pair.training, arithmetic, snapped=snapped, replace=sums.on_training).run()
+    sums = Sums(arithmetic, regions)
+    run_t = run_training.Run(pair.capture_t, pair.training, arithmetic, snapped=snapped, replace=sums.on_training, native=native).run()
     say("evaluate", 0.5)
     run_i = run_inference.Run(pair.capture_i, pair.inference, arithmetic, replace=sums.on_inference).run()
     say("align", 0.0)
@@ -195,84 +118,6 @@ def align(pair: Pair, progress: Progress | None = None, *, per_layer: bool = Fal
     return out
 
 
-class _Sums:
-    """Gives every aligned residual sum one fresh value on both sides."""
-
-    def __init__(self, arithmetic: Arithmetic, regions: Regions) -> None:
-        self.arithmetic, self.regions = arithmetic, regions
-        self.exact: dict[tuple[int, int], list[tuple[torch.Tensor, Val]]] = {}
-        self.ops: dict[int, list[int]] = defaultdict(list)
-        """Identity of the fresh value to the training sums that have it."""
-
-    def on_training(self, op: Op, val: Val) -> Val:
-        if op.id not in self.regions.sums:
-            return val
-        ordinal = sum(1 for s in self.regions.sums if s < op.id) % 2
-        fresh = self.arithmetic.fresh(f"{op.module}|{op.source}|{ordinal}", tuple(val.data.shape))
-        known = self.exact.setdefault(_signature(val.data), [])
-        if not any(f.id == fresh.id and torch.equal(d, val.data) for d, f in known):
-            known.append((val.data, fresh))
-        self.ops[fresh.id].append(op.id)
-        return fresh
-
-    def on_inference(self, val: Val) -> Val:
-        n, digest = _signature(val.data)
-        for near in (digest - 1, digest, digest + 1):
-            for exact, fresh in self.exact.get((n, near), ()):
-                if val.id == fresh.id:
-                    return val
-                mapped = _transfer(val.data, exact, fresh.data)
-                if mapped is not None:
-                    return self._known(mapped, fresh)
-        for known in self.exact.values():
-            for exact, fresh in known:
-                if exact.numel() // PARTS <= n < exact.numel() and (mapped := _transfer(val.data, exact, fresh.data)) is not None:
-                    return self._known(mapped, fresh)
-        return val
-
-    def _known(self, mapped: torch.Tensor, fresh: Val) -> Val:
-        """`mapped`, elements of `fresh` in another layout, with one identity per layout."""
-        if mapped.shape == fresh.data.shape and torch.equal(mapped, fresh.data):
-            return fresh
-        key = ("transferred", fresh.id, tuple(mapped.shape), hash(mapped.numpy().tobytes()))
-        known = self.arithmetic.intern(key) or self.arithmetic.put(key, mapped)
-        self.ops.setdefault(known.id, self.ops[fresh.id])
-        return known
-
-
-def _signature(data: torch.Tensor) -> tuple[int, int]:
-    """Size and the sum of magnitudes, to 2⁻³⁰: equal for arrays that hold the same elements in any layout."""
-    total = float(data.abs().sum()) if data.numel() else 0.0
-    if not 0 < total < float("inf"):
-        return data.numel(), 0
-    import math
-
-    return data.numel(), round(math.log(total) * 2**30)
-
-
-def _transfer(data: torch.Tensor, exact: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor | None:
-    """`fresh` in the layout of `data`, if `data` holds elements of `exact`, all of them or some; else None."""
-    a, b = data.reshape(-1), exact.reshape(-1)
-    tolerance = 2.0**-40
-    if len(a) == len(b) and bool(((a - b).abs() <= tolerance * b.abs()).all()):
-        return fresh.reshape(data.shape)
-    y, j = b.sort()
-    if len(a) == len(b):
-        x, i = a.sort()
-        if not bool(((x - y).abs() <= tolerance * y.abs()).all()):
-            return None
-        out = torch.empty_like(a)
-        out[i] = fresh.reshape(-1)[j]
-        return out.view(data.shape)
-    for some in (a[:16], a):
-        above = torch.searchsorted(y, some).clamp(max=len(y) - 1)
-        below = (above - 1).clamp(min=0)
-        near = torch.where((some - y[below]).abs() < (some - y[above]).abs(), below, above)
-        if not bool(((some - y[near]).abs() <= tolerance * y[near].abs()).all()):
-            return None
-    return fresh.reshape(-1)[j[near]].view(data.shape)
-
-
 def _match_sources(flow_t: Dataflow, flow_i: Dataflow, partners: dict[int, list[int]], tables: list[TableMatch]) -> None:
     """Anchors by key, parameters by checkpoint name, tables by content."""
     by_key: dict[tuple[object, ...], list[int]] = defaultdict(list)
@@ -298,7 +143,7 @@ def _match_sources(flow_t: Dataflow, flow_i: Dataflow, partners: dict[int, list[
             partners[op.id] += [i for (kind, name, *_), ids in by_key.items() if kind == "table" and name in found[op.id] for i in ids]
 
 
-def _assign(out: Alignment, run_i: run_inference.Run, sums: _Sums, partners: dict[int, list[int]], regions: Regions) -> None:
+def _assign(out: Alignment, run_i: run_inference.Run, sums: Sums, partners: dict[int, list[int]], regions: Regions) -> None:
     """Which training regions each inference op can belong to, from what it reads; and which residual sums it holds."""
     holders: dict[int, set[int]] = defaultdict(set)
     for t, held in partners.items():
@@ -336,20 +181,21 @@ def _join_regions(
         for r in regs:
             members[r].append(i)
     held_sums = {i for s in regions.sums for i in partners.get(s, [])}
+    held_by: dict[int, dict[int, list[int]]] = {}
     for t, region in regions.region.items():
-        if t in regions.sums or t not in run_t.values:
+        val = run_t.values.get(t)
+        if t in regions.sums or val is None or not val.data.is_floating_point():
             continue
-        val = run_t.values[t]
-        if not val.data.is_floating_point():
-            continue
+        if region not in held_by:
+            held_by[region] = {}
+            for i in members.get(region, ()):
+                x = run_i.values.get(i)
+                if x is not None and i not in held_sums and x.data.is_floating_point():
+                    join.key(x.id, x.data)
+                    held_by[region].setdefault(x.id, []).append(i)
         join.key(val.id, val.data)
-        candidates: dict[int, list[int]] = defaultdict(list)
-        for i in members.get(region, ()):
-            x = run_i.values.get(i)
-            if x is not None and i not in held_sums and x.data.is_floating_point():
-                join.key(x.id, x.data)
-                candidates[x.id].append(i)
-        held = join.partners(val.id, dict(candidates))
+        found = join.partners(val.id, tuple(held_by[region]))
+        held = sorted(i for x in found for i in held_by[region][x])
         parts = {i for i in held if not join.inside(val.id, run_i.values[i].id)}
         partners[t] += [i for i in held if i not in parts or not _computed_from(out.inference, i, set(held) - {i})]
 
@@ -402,6 +248,11 @@ def _match_operands(out: Alignment, run_t: run_training.Run, run_i: run_inferenc
                 if factor is not None:
                     out.rescaled[op.id] = factor
                     continue
+            if hit is None and a is not None and slot == op.detail.get("routing", (None,))[0]:
+                factor = next((f for p in pairs if (b := run_i.operands.get(p)) is not None and (f := _factor(a, b)) is not None), None)
+                if factor is not None:
+                    out.scaled[op.id] = factor
+                    hit = pairs[0]
             if hit is not None:
                 out.outputs.append(((op.id, slot), hit))
             elif pairs and a is not None:

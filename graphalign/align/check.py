@@ -1,25 +1,27 @@
 """The independent check: run both sides with their roundings and compare what the anchors read.
 
 It shares no code with the proposal. There is no join here: operands are compared by anchor, in the anchor's own layout,
-element by element, with signs, on other random values, other tokens and other positions, every layer with values of its
-own, no shared residual sums. The training side runs with the proposed edits; the inference side as captured.
+element by element, with signs, on other random values, other tokens and other positions, and without shared residual sums:
+both sides run from the embedding to the last anchor, the training side with the proposed edits, the inference side as captured.
+Every layer has values of its own; in deep models layers take turns, and the residual stream comes back to what it was
+(`evaluate.values`). What is equal is evaluated once, because equal values are recognised, not because layers are assumed to be equal.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from graphalign.align.align import Pair
+from graphalign.align.behind import Behind
+from graphalign.align.pair import Pair
 from graphalign.align.tables import snap
 from graphalign.evaluate import run_inference, run_training
+from graphalign.evaluate.identity import anchor_name
 from graphalign.evaluate.run_training import Edits
 from graphalign.evaluate.values import round_to
-from graphalign.ir.args import references
 from graphalign.ir.dataflow import Op
 
 CHECK_SEED = 77003
@@ -27,8 +29,6 @@ EXACT = 0.9999
 """Share of an operand's elements that must be equal; float64 noise may flip a tie, nothing else may differ."""
 FAR = 2.0**-3
 """Distance that roundings to BF16 (2⁻⁹ each) do not reach, relative to an element and the operand's root mean square."""
-HORIZON = 2
-"""A site's effect is followed across this many residual sums."""
 
 
 @dataclass(frozen=True)
@@ -78,12 +78,13 @@ class Checker:
 
     def __init__(self, pair: Pair) -> None:
         self.pair = pair
-        self.arithmetic = pair.arithmetic(CHECK_SEED, rounds=True, per_layer=True, shift=1)
-        native = run_training.native_constants(pair.capture_t, pair.training, self.arithmetic)
+        self.arithmetic = pair.arithmetic(CHECK_SEED, rounds=True, layers=pair.checked, shift=1)
+        self.native = run_training.native_constants(pair.capture_t, pair.training, self.arithmetic)
         computed = run_inference.computed_tables(pair.capture_i, pair.inference, self.arithmetic)
-        self.snapped, _ = snap(pair.capture_i, pair.training, native, self.arithmetic.positions, computed)
+        self.snapped, _ = snap(pair.capture_i, pair.training, self.native, self.arithmetic.positions, computed)
         self.inference = run_inference.Run(pair.capture_i, pair.inference, self.arithmetic).run()
         self.partner = self._anchors()
+        self._shares: dict[object, float | None] = {}
 
     def _anchors(self) -> dict[tuple[int, int], torch.Tensor]:
         """Training anchor operands to what the engine's anchor reads, flat, in the anchor's layout."""
@@ -108,17 +109,22 @@ class Checker:
                 for p in partners[:1]:
                     data = self.inference.operands.get((p.id, slot if p.kind == "anchor" else 0))
                     if data is not None:
-                        found[op.id, slot] = data.reshape(-1)
+                        routing = slot == op.detail.get("routing", (None,))[0]
+                        factor = self.pair.factors.get(anchor_name(op.key)) if routing else None
+                        found[op.id, slot] = data.reshape(-1) * factor if factor is not None else data.reshape(-1)
         return found
 
-    def run(self, edits: Edits) -> run_training.Run:
-        """The training side with edits."""
-        return run_training.Run(self.pair.capture_t, self.pair.training, self.arithmetic, snapped=self.snapped, edits=edits).run()
+    def run(self, edits: Edits, *, keep: bool = True) -> run_training.Run:
+        """The training side with edits; without `keep`, its values are forgotten with it."""
+        values = self.arithmetic if keep else self.arithmetic.aside()
+        pair = self.pair
+        return run_training.Run(pair.capture_t, pair.training, values, self.snapped, edits=edits, native=self.native).run()
 
     def agreement(self, run: run_training.Run) -> tuple[dict[tuple[int, int], float], dict[tuple[int, int], str]]:
         """Share of equal elements per anchor operand, and why an operand could not be compared."""
         shares: dict[tuple[int, int], float] = {}
         missing: dict[tuple[int, int], str] = {}
+        known: dict[object, float | None] = {}  # equal operands are the same tensors, which `run` keeps alive
         for op in self.pair.flow_t.ops:
             if op.kind != "anchor":
                 continue
@@ -128,7 +134,10 @@ class Checker:
                 if a is None or b is None:
                     missing[key] = "no counterpart on the inference side" if b is None else "could not be evaluated"
                     continue
-                share = equal_share(in_layout(op, a), b)
+                both = (op.target == "attention", place(a), place(b))
+                if both not in known:
+                    known[both] = equal_share(in_layout(op, a), b)
+                share = known[both]
                 if share is None:
                     missing[key] = f"sizes differ: {a.numel()} and {b.numel()}"
                 else:
@@ -149,7 +158,7 @@ class Checker:
     def name(self, key: tuple[int, int]) -> str:
         """An operand's name for people."""
         op = self.pair.flow_t.ops[key[0]]
-        return f"{op.module or op.name}[{key[1]}]"
+        return f"{op.target if op.target == 'logprobs' else op.module or op.name}[{key[1]}]"
 
 
 def in_layout(op: Op, data: torch.Tensor) -> torch.Tensor:
@@ -159,11 +168,18 @@ def in_layout(op: Op, data: torch.Tensor) -> torch.Tensor:
     return data.reshape(-1)
 
 
+def place(data: torch.Tensor) -> tuple[object, ...]:
+    """Where a tensor lies: an identity, for as long as it lives."""
+    return data.data_ptr(), tuple(data.shape), data.stride()
+
+
 def equal_share(a: torch.Tensor, b: torch.Tensor) -> float | None:
     """Share of equal elements (to 2⁻⁴⁰, for operands that are not rounded), or None if the sizes differ."""
     if a.numel() != b.numel() or not a.numel():
         return None
-    return float(((a - b).abs() <= 2.0**-40 * b.abs()).double().mean())
+    if torch.equal(a, b):
+        return 1.0
+    return int(((a - b).abs() <= 2.0**-40 * b.abs()).sum()) / a.numel()
 
 
 def check(pair: Pair, edits: Iterable[Edit]) -> Check:
@@ -175,13 +191,14 @@ def check(pair: Pair, edits: Iterable[Edit]) -> Check:
     edits = list(edits)
     checker = Checker(pair)
     out = Check()
-    out.stock, _ = checker.agreement(checker.run(Edits()))
+    out.stock, _ = checker.agreement(checker.run(Edits(), keep=False))
     everything = as_edits(edits)
     base = checker.run(everything)
     out.patched, out.uncompared = checker.agreement(base)
     out.far = checker.far(base, [k for k, share in out.patched.items() if share < EXACT])
+    known: dict[object, Effect] = {}
     for edit in edits:
-        out.confirmations[edit.consumer, edit.slot] = _confirm(checker, base, everything, edit)
+        out.confirmations[edit.consumer, edit.slot] = _confirm(checker, base, everything, edit, known)
     return out
 
 
@@ -194,120 +211,59 @@ def as_edits(edits: Iterable[Edit]) -> Edits:
     )
 
 
-def _confirm(checker: Checker, base: run_training.Run, everything: Edits, edit: Edit) -> Confirmation:
+@dataclass(frozen=True)
+class Effect:
+    """What leaving an edit out does, without names: the same for all edits whose surroundings are the same."""
+
+    shares: tuple[tuple[float | None, float | None], ...]
+    """For every operand reached: share of elements that equal the engine's, without and with the edit."""
+    exact: bool
+    """See `Confirmation.exact`; only looked at where nothing changes."""
+
+
+def _confirm(checker: Checker, base: run_training.Run, everything: Edits, edit: Edit, known: dict[object, Effect]) -> Confirmation:
     """Leave one edit out, and see which of the engine's operands are no longer reproduced."""
     at = (edit.consumer, edit.slot)
     without = Edits(everything.keep - {at}, {k: v for k, v in everything.round.items() if k != at})
-    redo = Redo.start(base, without, edit.consumer, checker.pair.regions.sums)
-    changed, predicted, different, total = [], [], 0.0, 0
-    for key in redo.reached:
-        b = checker.partner.get(key)
-        if b is None or key not in base.operands:
-            continue
-        predicted.append(checker.name(key))
-        a = redo.operands.get(key)
-        op = checker.pair.flow_t.ops[key[0]]
-        share = equal_share(in_layout(op, a), b) if a is not None else None
-        with_it = equal_share(in_layout(op, base.operands[key]), b)
+    behind = Behind(base, without, edit.consumer, checker.pair.regions.sums)
+    reached = [k for k in behind.reached if k in checker.partner and k in base.operands]
+    key: object = at
+    if base.arithmetic.share:
+        ends = tuple((behind.place_of(k), place(checker.partner[k]), place(base.operands[k])) for k in reached)
+        key = (edit.kind, edit.format, edit.slot, behind.signature(edit.slot), ends)
+    effect = known.get(key)
+    if effect is None:
+        effect = known[key] = _effect(checker, base, edit, behind, reached)
+    changed, different, total = [], 0.0, 0
+    for k, (share, with_it) in zip(reached, effect.shares, strict=True):
         if share is not None and with_it is not None and share < with_it:
-            changed.append(checker.name(key))
-            different += (1 - share) * b.numel()
-            total += b.numel()
-    exact = not changed and _is_exact(base, edit)
-    return Confirmation(tuple(changed), tuple(predicted), different / total if total else 0.0, exact)
+            changed.append(checker.name(k))
+            n = checker.partner[k].numel()
+            different += (1 - share) * n
+            total += n
+    predicted = tuple(checker.name(k) for k in reached)
+    return Confirmation(tuple(changed), predicted, different / total if total else 0.0, not changed and effect.exact)
+
+
+def _effect(checker: Checker, base: run_training.Run, edit: Edit, behind: Behind, reached: list[tuple[int, int]]) -> Effect:
+    redo = behind.evaluate()
+    shares: list[tuple[float | None, float | None]] = []
+    for key in reached:
+        op, b = checker.pair.flow_t.ops[key[0]], checker.partner[key]
+        a = redo.operands.get(key)
+        share = equal_share(in_layout(op, a), b) if a is not None else None
+        shares.append((share, equal_share(in_layout(op, base.operands[key]), b)))
+    changes = any(a is not None and b is not None and a < b for a, b in shares)
+    return Effect(tuple(shares), not changes and _is_exact(base, edit))
 
 
 def _is_exact(base: run_training.Run, edit: Edit) -> bool:
     """Whether an operand's roundings change none of its elements."""
     tracer = base.tracer
-    node = base.capture.nodes[tracer.ops[edit.consumer].detail["node"]]
-    read = [v for v in tracer.operand_values(node) if tracer.edges(v)]
+    read = [v for v in tracer.operand_values(tracer.ops[edit.consumer].detail["node"]) if tracer.edges(v)]
     if edit.slot >= len(read):
         return False
-    a, b = base.value(read[edit.slot]).data, base._unrounded(read[edit.slot])
+    a, b = base.value(read[edit.slot]).data, base.unrounded(read[edit.slot]).data
     if edit.kind == "round":
         b = round_to(a, edit.format)
     return a.shape == b.shape and torch.equal(a, b)
-
-
-class Redo(run_training.Run):
-    """Re-evaluates only what depends on one consumer, over a finished run."""
-
-    reached: list[tuple[int, int]]
-    """Anchor operands that the graph says are affected, within the horizon."""
-
-    @classmethod
-    def start(cls, base: run_training.Run, edits: Edits, consumer: int, sums: frozenset[int]) -> Redo:
-        """Evaluate again from `consumer` on, with other edits; `sums` are the residual sums, which end the horizon."""
-        self = cls(base.capture, base.tracer, base.arithmetic, base.snapped, None, edits)
-        self.native, self.node_of = base.native, base.node_of
-        nodes, ops = base.capture.nodes, base.tracer.ops
-        first = ops[consumer].detail.get("node", 0)
-        affected: set[int] = set()
-        todo: list[int] = []
-        self.reached = []
-        sums_crossed = 0
-        queue, queued = [first], {first}
-        while queue:
-            n = heapq.heappop(queue)
-            op = base.tracer.op_of_node.get(n)
-            if op is not None and ops[op].kind == "anchor":
-                if n == first:
-                    self.reached += [
-                        (consumer, s) for s in range(len(ops[op].operands)) if base.edits.touches((op, s)) != edits.touches((op, s))
-                    ]
-                else:
-                    self.reached += self._slots(base, ops[op], affected)
-                todo.append(n)
-                continue
-            if op is not None and op in sums:
-                sums_crossed += 1
-                if sums_crossed > HORIZON:
-                    break
-            todo.append(n)
-            for o in nodes[n].outputs:
-                if o is not None:
-                    affected.add(o.id)
-                    for reader in base.tracer.readers().get(o.id, ()):
-                        if reader not in queued:
-                            queued.add(reader)
-                            heapq.heappush(queue, reader)
-        self.env = _Overlay(base.env, affected)
-        self.values = dict(base.values)
-        for n in todo:
-            op = base.tracer.op_of_node.get(n)
-            if op is None:
-                continue
-            node = nodes[n]
-            if ops[op].kind == "anchor":
-                self._record_operands(ops[op], node)
-            else:
-                self._compute(ops[op], node, [o.id for o in node.outputs if o is not None])
-        return self
-
-    @staticmethod
-    def _slots(base: run_training.Run, op: Op, affected: set[int]) -> list[tuple[int, int]]:
-        node = base.capture.nodes[op.detail["node"]]
-        out, slot = [], 0
-        for v in references(node.args, "v"):
-            if slot < len(op.operands) and base.tracer.refs.get(v) == op.operands[slot]:
-                if v in affected:
-                    out.append((op.id, slot))
-                slot += 1
-        return out
-
-
-class _Overlay(dict[int, Any]):
-    """Values of a finished run, without those that depend on a changed op."""
-
-    def __init__(self, base: Mapping[int, Any], affected: set[int]) -> None:
-        super().__init__()
-        self.base, self.affected = base, affected
-
-    def __contains__(self, v: object) -> bool:
-        return super().__contains__(v) or (v in self.base and v not in self.affected)
-
-    def __missing__(self, v: int) -> Any:
-        if v in self.affected:
-            raise KeyError(v)
-        return self.base[v]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
 from graphalign.align.align import Alignment
 from graphalign.ir.dataflow import Dataflow, Ref
+from graphalign.ir.paths import layer_of
 
 Verdict = Literal["agree", "keep", "round", "undetermined", "conflicting", "unpatchable", "unplaced"]
 
@@ -89,6 +91,10 @@ class _Comparer:
         if consumer in self.al.rescaled and slot == 0:
             why = "the trainer scales the query before its attention, the engine scales the scores inside"
             return finding("unpatchable" if ref.roundings else "agree", None, why)
+        if (factor := self.al.scaled.get(producer)) is not None:
+            why = "the trainer scales the routing weights, the engine the experts' result, which both round before"
+            exact = math.frexp(abs(factor))[0] == 0.5
+            return finding("unpatchable" if ref.roundings and not exact else "agree", None, why)
         component = self.component.get(consumer) if self.t.ops[consumer].kind == "op" and not ends else None
         component = component if component is not None else (self.component.get(producer) if not starts else None)
         if component is not None:
@@ -124,7 +130,7 @@ class _Comparer:
                 return "unpatchable", inference, f"the engine's {p.target} leaves an unrounded result; the trainer's kernel rounds inside"
             if p.kind == "parameter":
                 return "unpatchable", inference, "the engine holds this parameter in a wider format"
-            if p.kind == "table" and _layer(p.module) != _layer(c.module):
+            if p.kind == "table" and layer_of(p.module) != layer_of(c.module):
                 return "unpatchable", inference, f"{p.module or 'the model'} rounds this table before the layer that reads it gets it"
             if c.target == "composite":
                 return (
@@ -132,7 +138,7 @@ class _Comparer:
                     inference,
                     "the engine's fused op reads this operand unrounded; the trainer's module rounds inside too",
                 )
-            if c.kind == "anchor":
+            if c.kind == "anchor" and c.target != "logprobs" and not (c.target == "gemm" and c.dtype == "float32"):
                 return "unpatchable", inference, f"the engine's {c.target} reads an unrounded operand; the trainer's kernel cannot"
             return "keep", inference, ""
         if inference and not training:
@@ -279,11 +285,6 @@ class _Comparer:
                 self.out.leftover["inference", op.id] = "its result is not used"
             else:
                 self.out.leftover["inference", op.id] = "its value, and what depends on it, is not on the training side"
-
-
-def _layer(module: str) -> str:
-    """The first number in a module path."""
-    return next((part for part in module.split(".") if part.isdecimal()), "")
 
 
 def _show(roundings: tuple[str, ...]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,7 +21,7 @@ class Keys:
         flat = data.detach().double().abs().reshape(-1).numpy()
         flat = flat[np.isfinite(flat)]
         self.zeros = bool((flat == 0).any())
-        bits = np.unique(flat[flat != 0].view(np.int64) >> TOLERANCE_BITS)
+        bits = _distinct(flat[flat != 0].view(np.int64) >> TOLERANCE_BITS)
         self.bits = bits
         step = max(1, len(bits) // SAMPLE)
         self.sample = bits[::step]
@@ -30,12 +30,32 @@ class Keys:
         return len(self.bits)
 
 
+def _distinct(keys: np.ndarray) -> np.ndarray:
+    """Sorted, without repeats (numpy 2's `unique` hashes, which takes ten times as long on values that hardly repeat)."""
+    keys = np.sort(keys)
+    return keys[np.concatenate([[True], keys[1:] != keys[:-1]])] if len(keys) else keys
+
+
+def found_in(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Which of `a`'s keys occur in `b` (sorted), within one unit."""
+    if not len(a) or not len(b):
+        return np.zeros(len(a), dtype=bool)
+    at = np.searchsorted(b, a - 1)
+    found: np.ndarray = (at < len(b)) & (b[np.minimum(at, len(b) - 1)] <= a + 1)
+    return found
+
+
 def share_inside(a: np.ndarray, b: np.ndarray) -> float:
     """The share of `a`'s keys that occur in `b`, within one unit."""
-    if not len(a) or not len(b):
-        return 0.0
-    at = np.searchsorted(b, a - 1)
-    return float((b[np.minimum(at, len(b) - 1)] <= a + 1)[at < len(b)].sum()) / len(a)
+    return float(found_in(a, b).sum()) / len(a) if len(a) else 0.0
+
+
+def share_inside_any(a: np.ndarray, many: Iterable[np.ndarray]) -> float:
+    """The share of `a`'s keys that occur in one of several arrays, within one unit."""
+    left = a
+    for b in many:
+        left = left[~found_in(left, b)]
+    return (len(a) - len(left)) / len(a) if len(a) else 0.0
 
 
 @dataclass
@@ -46,6 +66,7 @@ class Join:
     """Share of elements that must be found for one array to be inside another."""
     keys: dict[int, Keys] = field(default_factory=dict)
     _inside: dict[tuple[int, int], bool] = field(default_factory=dict)
+    _partners: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = field(default_factory=dict)
     compared: int = 0
     """Full comparisons made."""
 
@@ -68,7 +89,7 @@ class Join:
             self._inside[a, b] = ok
         return self._inside[a, b]
 
-    def partners(self, target: int, candidates: dict[int, list[int]]) -> list[int]:
+    def partners(self, target: int, candidates: tuple[int, ...]) -> tuple[int, ...]:
         """Candidates that hold the elements of array `target`.
 
         Those whose elements all belong to the target are taken if together they cover it (equal, split or broadcast
@@ -76,38 +97,27 @@ class Join:
 
         Args:
             target: identity of the training array.
-            candidates: array identity to the ops that have it.
+            candidates: identities of inference arrays.
 
         Returns:
-            Ops, in order; empty if the target is not covered.
+            Some of the candidates, in order; empty if the target is not covered.
         """
-        parts = [c for c in candidates if self.inside(c, target)]
-        if parts and self._covers(target, parts):
-            return [op for c in parts for op in candidates[c]]
-        wholes = [c for c in candidates if self.inside(target, c)]
-        return [op for c in wholes for op in candidates[c]]
+        key = (target, candidates)
+        if key not in self._partners:
+            parts = tuple(c for c in candidates if self.inside(c, target))
+            if not parts or not self._covers(target, parts):
+                parts = tuple(c for c in candidates if self.inside(target, c))
+            self._partners[key] = parts
+        return self._partners[key]
 
-    def _covers(self, target: int, parts: list[int]) -> bool:
+    def _covers(self, target: int, parts: tuple[int, ...]) -> bool:
         if any(self.inside(target, p) for p in parts):
             return True
-        union = np.unique(np.concatenate([self.keys[p].bits for p in parts]))
-        return share_inside(self.keys[target].bits, union) >= self.full
+        return share_inside_any(self.keys[target].bits, (self.keys[p].bits for p in parts)) >= self.full
 
 
 def chance_rate(arrays: list[Keys], seed: int = 0, draws: int = 20000) -> float:
     """The measured share of unrelated random values that match some element of some array: the join's chance-match rate."""
-    if not arrays:
-        return 0.0
     rng = np.random.default_rng(seed)
-    values = np.abs(rng.standard_normal(draws)) + 1e-3
-    bits = values.view(np.int64) >> TOLERANCE_BITS
-    everything = np.unique(np.concatenate([k.bits for k in arrays]))
-    return share_inside(bits, everything)
-
-
-def by_identity(ids: dict[int, int]) -> dict[int, list[int]]:
-    """Op to array identity, turned around."""
-    out: dict[int, list[int]] = defaultdict(list)
-    for op, identity in ids.items():
-        out[identity].append(op)
-    return dict(out)
+    values = np.sort(np.abs(rng.standard_normal(draws)) + 1e-3)
+    return share_inside_any(values.view(np.int64) >> TOLERANCE_BITS, (k.bits for k in arrays)) if arrays else 0.0

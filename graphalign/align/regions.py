@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import networkx as nx
-
 from graphalign.evaluate.aten import base
+from graphalign.evaluate.identity import anchor_name
 from graphalign.ir.dataflow import Dataflow, Op, Operand
 
 
@@ -94,12 +93,50 @@ def _reaches_through_anchor(flow: Dataflow, start: set[int], goal: set[int]) -> 
     return False
 
 
-def cut(flow: Dataflow) -> Regions:
-    """Regions of the training graph: what stays connected once anchors, residual sums and sources are cut."""
+def stream_terms(flow: Dataflow, regions: Regions) -> dict[str, tuple[int, int]]:
+    """Anchors whose outputs are added to the residual stream as they are, or times constants.
+
+    Returns:
+        An anchor's name to the ordinal of the sum along the stream and the term's number in it.
+    """
+    _, inner = _adds(flow)
+    terms: dict[int, tuple[int, int]] = {}
+    for ordinal, s in enumerate(sorted(regions.sums)):
+        number = 0
+        for operand in _leaves(flow, s, inner):
+            at = _sole_producer(operand)
+            while at is not None and flow.ops[at].kind == "op" and at not in regions.sums and len(flow.ops[at].operands) == 1:
+                at = _sole_producer(flow.ops[at].operands[0])
+            if at is not None and flow.ops[at].kind == "anchor" and at not in terms:
+                terms[at] = ordinal, number
+                number += 1
+    return {anchor_name(flow.ops[i].key): term for i, term in terms.items()}
+
+
+def _sole_producer(operand: Operand) -> int | None:
+    producers = {r.producer for r in operand}
+    return producers.pop() if len(producers) == 1 else None
+
+
+def cut(flow: Dataflow, engine: Dataflow | None = None) -> Regions:
+    """Regions of the training graph: what stays connected once anchors, residual sums and sources are cut.
+
+    Args:
+        flow: the training graph.
+        engine: the inference graph; if it has the last GEMM too, its tail was captured and is compared like any other region.
+    """
     sums = residual_sums(flow)
     tail = tail_ops(flow)
-    graph: nx.Graph[int] = nx.Graph()
-    graph.add_nodes_from(op.id for op in flow.ops if op.kind == "op")
+    if engine is not None and _has_last_gemm(flow, tail, engine):
+        tail = frozenset()
+    parent = {op.id: op.id for op in flow.ops if op.kind == "op"}
+
+    def root(i: int) -> int:
+        while parent[i] != i:
+            parent[i] = parent[parent[i]]
+            i = parent[i]
+        return i
+
     readers: dict[int, set[int]] = {}
     for op in flow.ops:
         if op.kind != "op":
@@ -108,8 +145,11 @@ def cut(flow: Dataflow) -> Regions:
             for ref in operand:
                 p = flow.ops[ref.producer]
                 if p.kind == "op" and p.id not in sums:
-                    graph.add_edge(p.id, op.id)
-    region = {i: n for n, component in enumerate(sorted(nx.connected_components(graph), key=min)) for i in component}
+                    a, b = root(p.id), root(op.id)
+                    parent[max(a, b)] = min(a, b)
+    number: dict[int, int] = {}
+    of_op = {i: number.setdefault(root(i), len(number)) for i in parent}  # a root is its component's first op
+    region = dict(sorted(of_op.items(), key=lambda item: item[::-1]))
     outputs: dict[int, list[tuple[int, int]]] = {}
     for op in flow.ops:
         for slot, operand in enumerate(op.operands):
@@ -120,6 +160,11 @@ def cut(flow: Dataflow) -> Regions:
                 if op.kind in ("anchor", "output") and p.kind == "op":
                     outputs.setdefault(region[p.id], []).append((op.id, slot))
     return Regions(sums, region, {k: frozenset(v) for k, v in readers.items()}, outputs, tail, _partial_sums(flow, sums))
+
+
+def _has_last_gemm(flow: Dataflow, tail: frozenset[int], engine: Dataflow) -> bool:
+    theirs = {("gemm", name, op.key[-1]) for op in engine.ops if op.kind == "anchor" and op.target == "gemm" for name in op.key[1:-1]}
+    return any(flow.ops[i].kind == "anchor" and flow.ops[i].key in theirs for i in tail)
 
 
 def tail_ops(flow: Dataflow) -> frozenset[int]:
@@ -133,7 +178,7 @@ def tail_ops(flow: Dataflow) -> frozenset[int]:
             continue
         seen.add(op.id)
         tail.add(op.id)
-        if op.kind == "anchor":
+        if op.kind == "anchor" and op.target != "logprobs":
             continue
         todo += [flow.ops[r.producer] for operand in op.operands for r in operand if flow.ops[r.producer].kind in ("op", "anchor")]
     return frozenset(tail)

@@ -351,7 +351,7 @@ class Recorder:
         try:
             yield
         except Exception as e:  # any version may surprise here
-            self.note(f"could not read {what}: {type(e).__name__}: {e}")
+            self.note(f"could not read {what}: {type(e).__name__}: {e}"[:400])
 
     # -- serialising --------------------------------------------------------------------------------------------------
 
@@ -1019,7 +1019,8 @@ class Probe:
         for name in filled:
             t = state[name].detach()
             for s in self.world.parameters[name]["segments"]:
-                if s["dim"] == 0 and not s["index"] and t.dim() <= 2:
+                rows_of = self.tensors[s["checkpoint"]][1][:1]
+                if s["dim"] == 0 and not s["index"] and 1 <= t.dim() <= 2 and rows_of == (s["length"],):
                     piece = t[s["start"] : s["start"] + s["length"]].reshape(s["length"], -1)[:, 0].float()
                     steps = piece[1:] - piece[:-1]
                     if bool(((steps != 1) & (steps != -250)).any()):
@@ -1448,6 +1449,92 @@ def write(path: str, data: dict[str, Any]) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# The tail: from the model's hidden states to log-probabilities, which vLLM runs eagerly
+
+TAIL = "tail"
+"""Name of the tail's graph, and of the value that it reads from the model's."""
+
+
+class Lowered(Exception):
+    """Ends a compilation whose graph has been read."""
+
+
+def record_tail(world: World, recorder: Recorder, config: Any) -> None:
+    """Add the tail as a graph of its own: `compute_logits`, and the sampler's log-probabilities of given tokens.
+
+    It is lowered with `emulate_precision_casts`, under which Inductor rounds where the eager code does, and never generated or run.
+    A tail that cannot be lowered becomes a note.
+    """
+    graphs, finish = recorder.graphs, recorder.finish
+    producers = [g for g in graphs if g["outputs"]]
+    if len(graphs) != 1 or len(producers) != 1 or len(producers[0]["outputs"]) != 1:
+        recorder.note("the tail was not captured: the model is not one graph with one output")
+        return
+
+    def read(graph: Any) -> None:
+        finish(graph)
+        raise Lowered
+
+    recorder.finish = read  # type: ignore[method-assign]
+    before = dict(recorder.options)
+    try:
+        with recorder.guard("the tail (compute_logits and log-probabilities)"):
+            _lower_tail(world, config)
+    finally:
+        recorder.finish = finish  # type: ignore[method-assign]
+        recorder.options = before
+    if len(graphs) == 1:
+        recorder.note("the tail was not captured")
+        return
+    model, tail = producers[0], graphs[1]
+    hidden = [i for i in tail["inputs"] if i["role"] == "tensor" and i["source"] == "hidden_states"]
+    tokens = [i for i in tail["inputs"] if i["role"] == "tensor" and i["source"] == "input_ids"]
+    if len(hidden) != 1 or len(tokens) != 1:
+        graphs.pop()
+        recorder.note("the tail was not captured: its inputs were not recognised")
+        return
+    hidden[0]["source"] = f"value:{TAIL}"
+    model["exports"] = [{"name": TAIL, "tensor": {"b": model["outputs"][0]}}]
+    model["outputs"] = []
+    tail["name"], tail["outputs"] = TAIL, tail["outputs"][-1:]
+    for kernel in tail["kernels"]:
+        for node in kernel["nodes"]:
+            node["name"] = f"{TAIL}.{node['name']}"
+
+
+def _lower_tail(world: World, config: Any) -> None:
+    import torch
+    from vllm.forward_context import set_forward_context
+    from vllm.v1.sample.sampler import Sampler
+
+    model = world.model
+
+    def tail(hidden_states: Any, input_ids: Any) -> Any:
+        torch._check(hidden_states.shape[0] == input_ids.shape[0])
+        logprobs = Sampler.compute_logprobs(model.compute_logits(hidden_states))
+        # all of them are returned too, or Inductor would compute those of the given tokens only
+        return logprobs, logprobs.gather(-1, input_ids.unsqueeze(-1)).squeeze(-1)
+
+    device = next(model.parameters()).device
+    width = config.model_config.get_hidden_size()
+    hidden = torch.zeros(8, width, dtype=config.model_config.dtype, device=device)
+    tokens = torch.zeros(8, dtype=torch.int64, device=device)
+    for x in (hidden, tokens):
+        torch._dynamo.mark_dynamic(x, 0)
+    lowered = torch.compile(tail, fullgraph=True, options={"emulate_precision_casts": True})
+    try:
+        with torch.inference_mode(), set_forward_context(None, config):
+            lowered(hidden, tokens)
+    except Exception as e:
+        causes: list[BaseException | None] = [e]
+        while causes[-1] is not None and len(causes) < 20:
+            if isinstance(causes[-1], Lowered):
+                return
+            causes.append(causes[-1].__cause__ or causes[-1].__context__ or getattr(causes[-1], "inner_exception", None))
+        raise
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Real values at the anchors
 
 
@@ -1585,8 +1672,10 @@ def capture(request: dict[str, Any], then: Any = None) -> dict[str, Any]:
     register_loader(world, request)
     llm = start_engine(request)
     timings["engine"] = time.perf_counter() - started
-    recorder.uninstall()
     config = engine_config(llm)
+    if recorder.graphs:
+        record_tail(world, recorder, config)
+    recorder.uninstall()
     if not recorder.graphs:
         mode = jsonable(getattr(config.compilation_config, "mode", None))
         raise Refused(

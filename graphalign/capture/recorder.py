@@ -62,6 +62,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, module: nn.Module, inputs: Mapping[str, torch.Tensor], watch: Watch | None = None) -> None:
         super().__init__()
         self._watch = watch
+        self._unnamed = False
         self._values: list[Value] = []
         self._inputs: list[Input] = []
         self._nodes: list[Node] = []
@@ -149,6 +150,8 @@ class Recorder(TorchDispatchMode):
 
     def _place(self, frame: FrameType | None) -> tuple[str, int | None]:
         """Module path and source of the op that the frame runs."""
+        if self._unnamed:
+            return self.module, None
         node = self._generated.node(frame) if self._generated is not None else None
         if node is None:
             return self.module, self._sources.locate(frame)
@@ -170,6 +173,15 @@ class Recorder(TorchDispatchMode):
     def note(self, text: str) -> None:
         """Add a sentence to the header's notes, once."""
         self._notes.setdefault(text)
+
+    @contextmanager
+    def unnamed(self) -> Iterator[None]:
+        """Within the block, ops have no source: what runs is neither the model's code nor the trainer's."""
+        self._unnamed = True
+        try:
+            yield
+        finally:
+            self._unnamed = False
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -198,7 +210,7 @@ class Recorder(TorchDispatchMode):
         """
         if self._suspended:
             return fn()
-        source = self._sources.locate(caller(1))
+        source = None if self._unnamed else self._sources.locate(caller(1))
         args = tuple(self.encode(t) for t in tensors)
         kwargs = {k: self.encode(v) for k, v in attrs.items()}
         operands = [t for t in (*tensors, *_flat(list(attrs.values()))) if isinstance(t, torch.Tensor)]

@@ -16,13 +16,15 @@ import torch
 from torch import nn
 
 from graphalign.capture.attention import composite_attention, one_sequence
-from graphalign.capture.recorder import Watch, record
+from graphalign.capture.recorder import Recorder, Watch, anchor_scope, record
 from graphalign.engines.trainer import build_trainer, parse_dtype
 from graphalign.errors import BadInputError, CaptureFailedError, GraphalignError
 from graphalign.ir.config import config_digest
 from graphalign.ir.frames import file_digest, is_modeling_file, relative_file
 from graphalign.ir.training import Header, TrainingGraph
+from graphalign.logprobs import BUILT_IN, DEFAULT, LogProbabilities, find_function
 
+LOGPROBS = "it takes logits [tokens, vocabulary] and token ids [tokens], and returns log-probabilities [tokens]"
 DEFAULT_POSITIONS = 2048
 """Range of positions for a model whose config names none."""
 
@@ -38,6 +40,7 @@ def capture_training(
     weights: str | None = None,
     tokens: int = 8,
     grad: bool = True,
+    logprobs: str = DEFAULT,
     trust_remote_code: bool = False,
     progress: Callable[[str], None] | None = None,
     then: Callable[[nn.Module], None] | None = None,
@@ -49,6 +52,7 @@ def capture_training(
         factory: `package.module:function` that returns the module, imported with the working directory on the path.
         layers, dtype, attention, weights, trust_remote_code: how a model folder is built, see `build_trainer`.
         autocast: run under `torch.autocast` with this dtype.
+        logprobs: name of the trainer's log-probability function, see `find_function`.
         grad: record with gradients enabled, as in training. Some kernels differ without (`matmul` folds batches only with it).
         progress: called with a line per stage.
         then: called with the module after it was recorded.
@@ -77,7 +81,7 @@ def capture_training(
         raise BadInputError("no model to capture", hint="give a model folder, a module, or factory=package.module:function")
     built = time.perf_counter()
     say(f"recording {tokens} tokens")
-    graph = record_forward(module, tokens=tokens, autocast=autocast, grad=grad, name=name)
+    graph = record_forward(module, tokens=tokens, autocast=autocast, grad=grad, name=name, logprobs=logprobs)
     timings = {"build": built - started, "record": time.perf_counter() - built}
     if then is not None:
         then(module)
@@ -93,12 +97,14 @@ def record_forward(
     name: str = "",
     ids: Sequence[int] | None = None,
     watch: Watch | None = None,
+    logprobs: str | LogProbabilities | None = DEFAULT,
 ) -> TrainingGraph:
     """Record one forward of a module as it stands. Its mode (train or eval) is not changed; see `capture_training`.
 
     Args:
         ids: a real prompt's tokens, at positions 0, 1, …; without it, made-up ones spread over the vocabulary and the positions.
         watch: sees the tensors of every op, see `recorder.Watch`.
+        logprobs: the trainer's log-probability function or its name, recorded behind the logits; None to end with the logits.
     """
     config: Any = getattr(module, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -113,11 +119,14 @@ def record_forward(
         "input_ids": torch.tensor([given], device=device),
         "position_ids": torch.tensor([places], device=device),
     }
+    function = find_function(logprobs) if isinstance(logprobs, str) else logprobs
     args, kwargs, notes = call_arguments(module, inputs)
     cast = torch.autocast(device.type, dtype=parse_dtype(autocast) if autocast else None, enabled=autocast is not None)
     try:
         with one_sequence(), composite_attention(), torch.set_grad_enabled(grad), cast, record(module, inputs, watch) as recorder:
-            result = module(*args, **kwargs)
+            output = logits_of(module(*args, **kwargs), module)
+            if function is not None:
+                output = _tail(recorder, function, output, inputs["input_ids"])
     except GraphalignError:
         raise
     except Exception as e:
@@ -126,7 +135,7 @@ def record_forward(
             where=f"{type(module).__name__}, {tokens} tokens, positions 0 to {positions - 1}",
             hint="run it once without graphalign on the same inputs; give a factory that returns a module whose forward takes input_ids",
         ) from e
-    recording = recorder.finish([logits_of(result, module)])
+    recording = recorder.finish([output])
     base = _unwrapped(module)
     sources = dict(recording.files)
     file = inspect.getsourcefile(type(base)) if type(base).__module__ != "builtins" else None
@@ -134,7 +143,7 @@ def record_forward(
         sources.setdefault(relative_file(file), file_digest(file))
     header = Header(
         versions=_versions(),
-        regime=regime(module, config, autocast=autocast, grad=grad),
+        regime=regime(module, config, autocast=autocast, grad=grad) | _tail_regime(logprobs),
         model={
             "name": name or type(base).__name__,
             "architecture": type(base).__name__,
@@ -150,6 +159,31 @@ def record_forward(
     return TrainingGraph(
         header=header, inputs=recording.inputs, nodes=recording.nodes, outputs=recording.outputs, sources=recording.sources
     )
+
+
+def _tail_regime(logprobs: str | LogProbabilities | None) -> dict[str, Any]:
+    """The regime's entry for another log-probability function than vLLM's own."""
+    if logprobs is None:
+        return {}
+    names = [k for k, f in BUILT_IN.items() if f is logprobs]
+    name = logprobs if isinstance(logprobs, str) else names[0] if names else f"{logprobs.__module__}:{logprobs.__qualname__}"
+    return {} if name == DEFAULT else {"logprobs": name}
+
+
+def _tail(recorder: Recorder, logprobs: LogProbabilities, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """The trainer's log-probabilities of some tokens, one for each position."""
+    name = getattr(logprobs, "__name__", "the log-probability function")
+    with recorder.unnamed():
+        row, tokens = logits[0], ids[0]
+    try:
+        found = logprobs(row, tokens)
+    except Exception as e:
+        raise CaptureFailedError(f"{name} failed: {type(e).__name__}: {e}", where="--logprobs", hint=LOGPROBS) from e
+    if not isinstance(found, torch.Tensor) or found.shape != tokens.shape:
+        shape = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
+        raise BadInputError(f"{name} returns {shape} for {ids.shape[1]} tokens", where="--logprobs", hint=LOGPROBS)
+    with recorder.unnamed():
+        return anchor_scope("graphalign.logprobs", found.clone, (found,), {})  # type: ignore[no-any-return]
 
 
 def _checked_length(ids: Sequence[int], vocab: int, positions: int) -> int:

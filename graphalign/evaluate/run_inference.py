@@ -1,4 +1,4 @@
-"""Evaluating the inference graph: loop bodies interpreted over index tensors, in float64.
+"""Evaluating the inference graph: kernels in order, loop bodies interpreted over index tensors.
 
 A body is evaluated once per distinct inputs: equal layers cost a dictionary look-up.
 """
@@ -6,43 +6,26 @@ A body is evaluated once per distinct inputs: equal layers cost a dictionary loo
 from __future__ import annotations
 
 import base64
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 
 from graphalign.errors import CaptureFileError, UnsupportedOpError
-from graphalign.evaluate import aten, loop_ops
-from graphalign.evaluate.run_training import anchor_name, canonical
+from graphalign.evaluate import aten
+from graphalign.evaluate.identity import anchor_name
+from graphalign.evaluate.interpret import Interpreter
+from graphalign.evaluate.run_training import canonical
+from graphalign.evaluate.storage import UNKNOWN, Lazy, Rows, Storage
 from graphalign.evaluate.trace_inference import Tracer, _buffers
 from graphalign.evaluate.values import Arithmetic, Val, draw, seed_of
-from graphalign.ir.args import references
-from graphalign.ir.dataflow import LOW_PRECISION, Op
+from graphalign.ir.dataflow import Op
 from graphalign.ir.indexing import evaluate as index_value
-from graphalign.ir.inference import VALUE, Body, Buffer, Export, Graph, InferenceGraph, Node, Parameter
+from graphalign.ir.inference import VALUE, Body, Buffer, Export, Graph, InferenceGraph, Node
 
 Replace = Callable[[Val], Val]
-UNKNOWN = float("nan")
-
-
-@dataclass
-class Storage:
-    """Flat content of a buffer: what memory holds, and what registers held when it was stored."""
-
-    id: Any
-    memory: torch.Tensor
-    register: torch.Tensor
-
-
-@dataclass
-class _Lazy:
-    """A parameter: elements are made when they are read."""
-
-    id: Any
-    parameter: Parameter
-    dtype: str
 
 
 @dataclass
@@ -66,6 +49,7 @@ class Run:
     def run(self) -> Run:
         """Evaluate all graphs in order."""
         self.tables = {t.name: t for t in self.capture.tables}
+        self.parameters = {p.name: p for p in self.capture.parameters}
         self.storages: dict[Any, Storage] = {}
         self.exported: dict[str, Storage] = {}
         for g, graph in enumerate(self.capture.graphs):
@@ -81,6 +65,7 @@ class Run:
         for i in graph.inputs:
             if i.role == "symbol":
                 self.env.setdefault(i.name, self.env.get(i.source, 0))
+        self.symbols = tuple(sorted(self.env.items()))
         self.live: dict[str, Storage] = {}
         for b in passed:
             if (known := self.exported.get(self.inputs[b.name].source)) is not None:
@@ -101,6 +86,8 @@ class Run:
         for op in self.tracer.ops:
             if op.kind == "output" and op.key[0] == g:
                 self.operands[op.id, 0] = self._contents(op.key[1])
+            elif op.target == "logprobs" and op.detail["graph"] == g:
+                self.operands[op.id, 0] = self._contents(op.detail["buffer"])
 
     def _export(self, e: Export) -> None:
         """Hand a tensor on to later graphs: its storage from its first element on."""
@@ -110,9 +97,11 @@ class Run:
         if not isinstance(source, Storage):
             return
         offset += int(index_value(str(e.tensor.get("offset", "0")), self.env))
-        memory = source.memory[offset:].clone() if offset else source.memory  # `as_strided` counts from a tensor's storage
-        identity = source.id if offset == 0 else self._number(("exported", source.id, offset))
-        self.exported[VALUE + e.name] = Storage(identity, memory, memory)
+        key = ("exported", source.id, offset)
+        if key not in self.storages:
+            memory = source.memory[offset:].clone() if offset else source.memory  # `as_strided` counts from a tensor's storage
+            self.storages[key] = Storage(source.id if offset == 0 else self._number(key), memory, memory)
+        self.exported[VALUE + e.name] = self.storages[key]
 
     # -- storage --------------------------------------------------------------------------------------------------------
 
@@ -137,8 +126,10 @@ class Run:
             if b is None:
                 raise CaptureFileError(f"the capture reads {root}, which nothing wrote", where=f"graph {self.g}")
             n = self._extent(b)
-            empty = torch.full((n,), UNKNOWN, dtype=torch.float64)
-            self.live[root] = Storage(("empty", n), empty, empty)
+            if ("empty", n) not in self.storages:
+                empty = torch.full((n,), UNKNOWN, dtype=torch.float64)
+                self.storages["empty", n] = Storage(("empty", n), empty, empty)
+            self.live[root] = self.storages["empty", n]
         return self.live[root]
 
     def _extent(self, b: Buffer) -> int:
@@ -150,7 +141,7 @@ class Run:
             raise CaptureFileError(f"buffer {b.name} has an impossible extent", where=str(b.size))
         return n
 
-    def _source(self, name: str) -> Storage | _Lazy:
+    def _source(self, name: str) -> Storage | Lazy:
         """What a load of `name` reads."""
         i = self.inputs.get(name)
         if i is None:
@@ -159,17 +150,18 @@ class Run:
             return self.live[name]
         if i.source.startswith(VALUE):
             return self._storage(name)
-        p = next((p for p in self.capture.parameters if p.name == i.source), None) if i.role == "parameter" else None
+        p = self.parameters.get(i.source) if i.role == "parameter" else None
         if p is not None and p.segments and p.learned:
-            return _Lazy(("parameter", tuple(self.arithmetic.name(s.checkpoint) for s in p.segments), p.shape), p, i.dtype or p.dtype)
+            pieces = tuple((self.arithmetic.name(s.checkpoint), s.dim, s.start, s.length, s.index) for s in p.segments)
+            return Lazy(("parameter", pieces, p.shape, i.dtype or p.dtype), p, i.dtype or p.dtype)
         if i.source in self.tables:
             storage = self._table(i.source)
         elif "position" in i.source:
             data = torch.tensor(self.arithmetic.positions, dtype=torch.float64)
-            storage = Storage(("positions", name), data, data)
+            storage = Storage(("positions",), data, data)
         elif i.dtype in ("int32", "int64") and "id" in i.source:
             data = torch.tensor(self.arithmetic.token_ids, dtype=torch.float64)
-            storage = Storage(("ids", name), data, data)
+            storage = Storage(("ids",), data, data)
         else:
             n = 1
             for s in i.size:
@@ -181,23 +173,21 @@ class Run:
 
     def _table(self, name: str) -> Storage:
         t = self.tables[name]
-        width = 1
-        for s in t.shape[1:]:
-            width *= s
-        raw = torch.frombuffer(bytearray(base64.b64decode(t.values)), dtype=torch.float32).double().view(len(t.rows), width)
-        n = t.shape[0] * width
-        if n > aten.MAX_ELEMENTS:
-            raise UnsupportedOpError(f"table {name} is too large to evaluate")
-        data = torch.full((t.shape[0], width), UNKNOWN, dtype=torch.float64)
-        data[list(t.rows)] = raw
-        return Storage(("table", name), data.view(-1), data.view(-1))
+        key = ("table", t.values, t.rows, t.shape)  # layers often have a copy each
+        if key not in self.storages:
+            width = math.prod(t.shape[1:])
+            raw = torch.frombuffer(bytearray(base64.b64decode(t.values)), dtype=torch.float32).double().view(len(t.rows), width)
+            if t.shape[0] * width > aten.MAX_ELEMENTS:
+                raise UnsupportedOpError(f"table {name} is too large to evaluate")
+            self.storages[key] = Rows(("table", self._number(key)), t.rows, t.shape[0], raw)
+        return self.storages[key]
 
     def _contents(self, name: str) -> torch.Tensor:
         """A whole buffer in its own layout."""
         root, offset = self._root(name)
         b = self.buffers.get(name) or self.buffers.get(root)
         source = self._source(name)
-        if isinstance(source, _Lazy) or b is None or not b.size:
+        if isinstance(source, Lazy) or b is None or not b.size:
             return source.memory if isinstance(source, Storage) else torch.empty(0)
         sizes, strides = [self._size(s) for s in b.size], [int(index_value(s, self.env)) for s in b.stride]
         return source.memory.as_strided(sizes, strides, offset)
@@ -257,29 +247,13 @@ class Run:
         root, _ = self._root(name)
         flat = data.reshape(-1)
         flat = flat.double() if flat.is_floating_point() else flat
-        memory = self.arithmetic.round(flat, b.dtype) if flat.is_floating_point() else flat
-        self.live[root] = Storage(("extern", self.arithmetic.new(flat).id), memory, memory)
+        val = self.arithmetic.settle(self.arithmetic.round(flat, b.dtype) if flat.is_floating_point() else flat)
+        self.live[root] = Storage(("extern", val.id), val.data, val.data)
 
     def _aten(self, op: Op, node: Node, args: dict[str, Any]) -> None:
         """An ATen kernel called as it is, on what its operands hold in memory."""
-
-        def decode(a: Any) -> Any:
-            if isinstance(a, dict):
-                if "b" in a or "size" in a:
-                    x = self._argument(a)
-                    return x.view([self._size(s) for s in self.buffers[a["b"]].size]) if "size" not in a and a["b"] in self.buffers else x
-                if "f" in a:
-                    return float(a["f"])
-                if "e" in a:
-                    return int(index_value(a["e"], self.env))
-                if "dtype" in a:
-                    dtype = getattr(torch, str(a["dtype"]), None)
-                    return torch.float64 if isinstance(dtype, torch.dtype) and dtype.is_floating_point else dtype
-                return None
-            return [decode(x) for x in a] if isinstance(a, list | tuple) else a
-
         try:
-            given = {k: decode(a) for k, a in args.items()}
+            given = {k: self._decode(a) for k, a in args.items()}
             if any(isinstance(x, torch.Tensor) and x.is_floating_point() and bool(x.isnan().any()) for x in given.values()):
                 raise UnsupportedOpError("an operand could not be evaluated")
             with torch.no_grad():
@@ -289,11 +263,27 @@ class Run:
             return
         results = [x for x in (result if isinstance(result, tuple | list) else [result]) if isinstance(x, torch.Tensor)]
         first = results[0].double() if results[0].is_floating_point() else results[0]
-        self.values[op.id] = self.arithmetic.new(first)
+        self.values[op.id] = self.arithmetic.settle(first)
         for o in node.outputs:
             self.results[o] = results
             if not isinstance(result, tuple | list):
                 self._place(o, results[0])
+
+    def _decode(self, a: Any) -> Any:
+        """An argument of an ATen kernel."""
+        if isinstance(a, dict):
+            if "b" in a or "size" in a:
+                x = self._argument(a)
+                return x.view([self._size(s) for s in self.buffers[a["b"]].size]) if "size" not in a and a["b"] in self.buffers else x
+            if "f" in a:
+                return float(a["f"])
+            if "e" in a:
+                return int(index_value(a["e"], self.env))
+            if "dtype" in a:
+                dtype = getattr(torch, str(a["dtype"]), None)
+                return torch.float64 if isinstance(dtype, torch.dtype) and dtype.is_floating_point else dtype
+            return None
+        return [self._decode(x) for x in a] if isinstance(a, list | tuple) else a
 
     def _argument(self, arg: Any) -> torch.Tensor:
         if isinstance(arg, list | tuple):
@@ -315,13 +305,11 @@ class Run:
         if op.target == "gemm" and segments:
             occurrence = op.key[-1]
             parts = [
-                self.arithmetic.anchor(anchor_name(("gemm", c, occurrence)), (*shape[:-1], length), op.dtype).data
-                for c, _, length in segments
+                self.arithmetic.anchor(anchor_name(("gemm", c, occurrence)), (*shape[:-1], length), op.dtype) for c, _, length in segments
             ]
-            data = torch.cat(parts, -1)
-            if data.shape == shape:
-                key = ("merged", tuple(self.arithmetic.name(c) for c, _, _ in segments), occurrence, shape, op.dtype)
-                return self.arithmetic.intern(key) or self.arithmetic.put(key, data)
+            if shape and sum(length for *_, length in segments) == shape[-1]:
+                key = ("merged", tuple(p.id for p in parts))
+                return self.arithmetic.intern(key) or self.arithmetic.put(key, torch.cat([p.data for p in parts], -1))
         return self.arithmetic.anchor(anchor_name(op.key), shape, op.dtype)
 
     # -- loops ----------------------------------------------------------------------------------------------------------
@@ -342,7 +330,7 @@ class Run:
                     (self.buffers[name].dtype if name in self.buffers else ""),
                 )
             )
-        key = (node.body, tuple(inputs))
+        key = (node.body, self.symbols, tuple(inputs)) if self.arithmetic.share else (self.g, node.name)
         if key not in self._nodes:
             self._nodes[key], self._stored[key] = self._interpret(body, binding, node)
         for name, val in self._nodes[key].items():
@@ -365,29 +353,35 @@ class Run:
     def _store(self, name: str, role: str, index: torch.Tensor, data: torch.Tensor, mode: str, content: Any) -> None:
         root, offset = self._root(name)
         old = self._storage(root)
-        new_id = self._number(("stored", old.id, content, role, offset, old.memory.numel()))
-        if new_id not in self.storages:
-            dtype = (self.buffers[name].dtype if name in self.buffers else None) or "float32"
-            register, memory = old.register.clone(), old.memory.clone()
-            flat = (index + offset).reshape(-1)
-            value = data.double().expand(index.shape).reshape(-1)
-            if flat.numel() and (int(flat.min()) < 0 or int(flat.max()) >= register.numel()):
+        dtype = (self.buffers[name].dtype if name in self.buffers else None) or "float32"
+        key = ("stored", old.id, content, role, offset, old.memory.numel(), dtype)
+        if key not in self.storages:
+            self.storages[key] = self._stored_over(old, name, index + offset, data, mode, dtype)
+        self.live[root] = self.storages[key]
+
+    def _stored_over(self, old: Storage, name: str, index: torch.Tensor, data: torch.Tensor, mode: str, dtype: str) -> Storage:
+        """A buffer's storage after a store; the same object for the same content."""
+        register = old.register.clone()
+        flat = index.reshape(-1)
+        value = data.double().expand(index.shape).reshape(-1)
+        if flat.numel():
+            low, high = (int(x) for x in flat.aminmax())
+            if low < 0 or high >= register.numel():
                 raise CaptureFileError(f"a store to {name} is outside the buffer", where=f"graph {self.g}")
-            if mode == "atomic_add":
-                register, memory = (torch.nan_to_num(x).index_add(0, flat, value) for x in (register, memory))
-            else:
-                register[flat] = value
+        if mode == "atomic_add":
+            register, memory = (torch.nan_to_num(x).index_add(0, flat, value) for x in (register, old.memory))
+        else:
+            register[flat] = value
+            memory = register
+            if old.memory is not old.register or self.arithmetic.rounds:
+                memory = old.memory.clone()
                 memory[flat] = self.arithmetic.round(value, dtype)
-            self.storages[new_id] = Storage(new_id, memory, register)
-        self.live[root] = self.storages[new_id]
+        in_register, in_memory = self.arithmetic.settle(register), self.arithmetic.settle(memory)
+        key = ("content", in_register.id, in_memory.id)
+        return self.storages.setdefault(key, Storage(self._number(key), in_memory.data, in_register.data))
 
     def _interpret(self, body: Body, binding: dict[str, str], node: Node) -> tuple[dict[str, Val | str], list[Any]]:
-        return _Interpreter(self, body, binding, node).run()
-
-
-def single(x: Any) -> Any:
-    """A floating operand in FP32: what depends on positions and tables only is computed as the engine computes it."""
-    return x.float() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+        return Interpreter(self, body, binding, node).run()
 
 
 def computed_tables(capture: InferenceGraph, tracer: Tracer, arithmetic: Arithmetic) -> dict[str, torch.Tensor]:
@@ -400,217 +394,3 @@ def computed_tables(capture: InferenceGraph, tracer: Tracer, arithmetic: Arithme
         return {}
     run = Run(capture, tracer, arithmetic, only=set(tracer.computed.values())).run()
     return {tracer.ops[i].name: run.values[i].data for i in tracer.computed if i in run.values}
-
-
-@dataclass
-class _Interpreter:
-    run_: Run
-    body: Body
-    binding: dict[str, str]
-    node: Node
-
-    def run(self) -> tuple[dict[str, Val | str], list[Any]]:
-        self.results: dict[str, Val | str] = {}
-        self.stores: list[Any] = []
-        self.identities: dict[int, int] = {}
-        self.alive: list[torch.Tensor] = []  # an identity is an address: it must stay taken
-        self.pending: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.lanes: torch.Tensor | None = None
-        """Inside a masked block: the lanes that are not masked out."""
-        n = len(self.body.var_ranges)
-        self.env: dict[str, Any] = dict(self.run_.env)
-        self.shape: list[int] = []
-        total = 1
-        for d, (name, extent) in enumerate(self.body.var_ranges):
-            size = self.run_._size(extent)
-            total *= max(size, 1)
-            self.shape.append(size)
-            self.env[name] = torch.arange(size).view([-1 if i == d else 1 for i in range(n)])
-        if total > aten.MAX_ELEMENTS:
-            raise CaptureFileError("a loop of the capture is too large to evaluate", where=self.node.name)
-        pointwise = len(self.body.sizes[0])
-        self.reduced = tuple(range(pointwise, n))
-        self.block(self.body.ops, {}, "")
-        return self.results, self.stores
-
-    def index(self, name: str) -> torch.Tensor:
-        text = self.body.indexing.get(name)
-        if text is None:
-            raise CaptureFileError(f"no index expression called {name}", where=self.node.name)
-        x = index_value(text, self.env)
-        return x.long() if isinstance(x, torch.Tensor) else torch.full([1] * max(len(self.shape), 1), int(x))
-
-    def block(self, ops: tuple[Any, ...], env: dict[str, Any], prefix: str) -> Any:
-        last = None
-        for name, target, args, kwargs in ops:
-            last = self.op(prefix, name, target, args, kwargs, env)
-        return last
-
-    def op(self, prefix: str, name: str, target: str, args: Any, kwargs: Any, env: dict[str, Any]) -> Any:
-        _run, _rounding = self.run_, self.run_.arithmetic
-
-        def arg(a: Any) -> Any:
-            if isinstance(a, dict):
-                if "n" in a:
-                    return env.get(a["n"])
-                if "f" in a:
-                    return float(a["f"])
-                if "e" in a:
-                    return index_value(a["e"], self.env)
-                return a
-            if isinstance(a, list | tuple):
-                return [arg(x) for x in a]
-            return a
-
-        if target == "output":
-            vals = [env[n] for a in args for n in references(a, "n") if n in env]
-            return vals[0] if vals else None
-        if target == "get_index":
-            env[name] = self.index(args[0])
-            return env[name]
-        if target.startswith("set_indirect"):
-            x = arg(args[0])
-            symbol = target.replace("set_", "")
-            self.env[symbol] = x.long() if isinstance(x, torch.Tensor) else x
-            return None
-        if target == "check_bounds":
-            return None
-        if target == "constant":
-            c = arg(args[0])
-            env[name] = torch.as_tensor(c, dtype=torch.float64 if isinstance(c, float) else None)
-            return env[name]
-        if target == "index_expr":
-            x = arg(args[0])
-            dtype = args[1].get("dtype", "int64") if len(args) > 1 and isinstance(args[1], dict) else "int64"
-            env[name] = x.double() if dtype.startswith(("float", "bfloat")) else x
-            return env[name]
-        if target == "load":
-            found = self.load(self.binding[args[0]["b"]], arg(args[1]))
-            if self.lanes is not None and found.is_floating_point():
-                found = torch.where(self.lanes, found, UNKNOWN)  # a masked-out lane reads what is never used
-            env[name] = found
-            return env[name]
-        if target in ("store", "store_reduction"):
-            value = arg(args[2])
-            if value is None:
-                return None
-            index = arg(args[1])
-            shape = np.broadcast_shapes(tuple(index.shape), tuple(value.shape))
-            buffer = self.binding[args[0]["b"]]
-            self.pending[buffer] = (index.expand(shape), value)
-            mode = next((a for a in args[3:] if isinstance(a, str)), kwargs.get("mode") or "")
-            identity = self.identities.get(id(value), 0)
-            self.stores.append((args[0]["b"], index.expand(shape), value, mode if isinstance(mode, str) else "", identity))
-            return value
-        if target == "to_dtype":
-            x = arg(args[0])
-            dtype = next(
-                (a["dtype"] for a in args if isinstance(a, dict) and "dtype" in a),
-                kwargs.get("dtype", {}).get("dtype", "float32") if isinstance(kwargs.get("dtype"), dict) else "float32",
-            )
-            env[name] = self.cast(x, dtype, rounds=kwargs.get("use_compute_types", True) is False)
-            return env[name]
-        if target == "getitem":
-            pair = arg(args[0])
-            env[name] = pair[args[1]] if isinstance(pair, list | tuple) else pair
-            return env[name]
-        if target.startswith("masked_subblock"):
-            mask, other = torch.as_tensor(arg(args[0])).bool(), arg(args[1])
-            outer, self.lanes = self.lanes, mask if self.lanes is None else mask & self.lanes
-            inner = self.block(self.body.subblocks.get(target, ()), dict(env), f"{target}.")
-            self.lanes = outer
-            if inner is None:
-                return None
-            fill = torch.as_tensor(float(other) if not isinstance(other, torch.Tensor) else other, dtype=torch.float64)
-            env[name] = torch.where(mask, inner.double() if inner.is_floating_point() else inner, fill)
-            return env[name]
-        if target == "reduction":
-            env[name] = self.reduction(prefix, name, args, arg)
-            return env[name]
-        operands = [arg(a) for a in args]
-        if any(o is None for o in operands):
-            self.results[prefix + name] = "an operand could not be evaluated"
-            return None
-        constant = (self.run_.g, self.node.name, prefix + name) in self.run_.tracer.constant
-        result = loop_ops.apply(target, [single(o) for o in operands] if constant else operands)
-        if result is None:
-            self.results[prefix + name] = f"loop op {target} is not known"
-            env[name] = None
-            return None
-        env[name] = self.keep(prefix + name, result.double() if constant and result.is_floating_point() else result, constant)
-        return env[name]
-
-    def keep(self, name: str, data: torch.Tensor, constant: bool = False) -> torch.Tensor:
-        run = self.run_
-        val = run.arithmetic.new(data)
-        if run.replace is not None and data.is_floating_point() and not constant:
-            val = run.replace(val)
-        self.results[name] = val
-        self.identities[id(val.data)] = val.id
-        self.alive.append(val.data)
-        return val.data
-
-    def cast(self, x: Any, dtype: str, *, rounds: bool) -> Any:
-        if x is None:
-            return None
-        if dtype == "bool":
-            return x.bool() if isinstance(x, torch.Tensor) else bool(x)
-        if dtype.startswith(("int", "uint")):
-            return x.trunc().long() if x.is_floating_point() else x
-        x = x.double()
-        return self.run_.arithmetic.round(x, dtype) if rounds and dtype in LOW_PRECISION else x
-
-    def reduction(self, prefix: str, name: str, args: Any, arg: Any) -> Any:
-        kind = next((a for a in args if isinstance(a, str)), "")
-        value = arg(args[-1])
-        if value is None:
-            return None
-        if isinstance(value, list):
-            self.results[prefix + name] = f"reduction {kind} of several values is not known"
-            return None
-        value = value.double() if value.dtype != torch.bool else value
-        full = [max(a, b) for a, b in zip(self.shape, [1] * (len(self.shape) - value.dim()) + list(value.shape), strict=True)]
-        for d in self.reduced:
-            full[d] = self.shape[d]
-        value = value.expand(full)
-        result = loop_ops.reduce(kind, value, self.reduced)
-        if result is None:
-            self.results[prefix + name] = f"reduction {kind} is not known"
-            return None
-        if isinstance(result, tuple):
-            self.results[prefix + name] = self.run_.arithmetic.new(result[0])
-            return list(result)
-        return self.keep(prefix + name, result)
-
-    def load(self, buffer: str, index: torch.Tensor) -> torch.Tensor:
-        run = self.run_
-        source = run._source(buffer)
-        if isinstance(source, _Lazy):
-            return self.parameter(source, index)
-        _root, offset = run._root(buffer)
-        if buffer in self.pending:
-            stored_index, value = self.pending[buffer]
-            if stored_index.shape == index.shape and torch.equal(stored_index, index):
-                dtype = (run.buffers[buffer].dtype if buffer in run.buffers else None) or "float32"
-                return value if buffer in self.node.forwarded else run.arithmetic.round(value, dtype)
-        data = source.register if buffer in self.node.forwarded else source.memory
-        flat = index + offset
-        if flat.numel() and (int(flat.min()) < 0 or int(flat.max()) >= data.numel()):
-            flat = flat.clamp(0, max(data.numel() - 1, 0))  # a masked-out lane may read outside
-        out = data[flat]
-        return out.long() if isinstance(source.id, tuple) and source.id[0] in ("positions", "ids") else out
-
-    def parameter(self, source: _Lazy, index: torch.Tensor) -> torch.Tensor:
-        p = source.parameter
-        if len(p.segments) == 1 and p.segments[0].start == 0 and not p.segments[0].index:
-            return self.run_.arithmetic.parameter(p.segments[0].checkpoint, index, source.dtype)
-        strides = [1]
-        for extent in reversed(p.shape[1:]):
-            strides.insert(0, strides[0] * extent)
-        out = torch.full(index.shape, UNKNOWN, dtype=torch.float64)
-        for s in p.segments:
-            at = (index // strides[s.dim]) % p.shape[s.dim]
-            inside = (at >= s.start) & (at < s.start + s.length)
-            local = (index - s.start * strides[s.dim]) if s.dim == 0 else index
-            out = torch.where(inside, self.run_.arithmetic.parameter(s.checkpoint, local, source.dtype), out)
-        return out

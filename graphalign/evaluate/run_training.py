@@ -15,6 +15,7 @@ import torch
 
 from graphalign.errors import CaptureFileError, UnsupportedOpError
 from graphalign.evaluate import aten
+from graphalign.evaluate.identity import anchor_name
 from graphalign.evaluate.trace_training import Tracer, decode_constant, is_identity
 from graphalign.evaluate.values import Arithmetic, Val, by_expert, round_to
 from graphalign.ir.args import references
@@ -56,13 +57,19 @@ class Run:
     """Operands of anchors and outputs, as the consumer reads them: (op, slot) to tensor."""
     unsupported: dict[int, str] = field(default_factory=dict)
     """Op index to why it could not be evaluated."""
+    native: dict[int, torch.Tensor] | None = None
+    """`native_constants`, if known already."""
+    memo: dict[object, Val] | None = field(default_factory=dict)
+    """Results by what they were computed from; None: nothing is remembered, for a short evaluation over a finished one."""
 
     def run(self) -> Run:
         """Evaluate everything, in order."""
-        self.native = native_constants(self.capture, self.tracer, self.arithmetic)
+        if self.native is None:
+            self.native = native_constants(self.capture, self.tracer, self.arithmetic)
+        self.inputs = {i.value.id: i for i in self.capture.inputs}
         self.env: dict[int, Val] = {}
         self.node_of: dict[int, int] = self.tracer.origin
-        self.op_value: dict[int, int] = {}
+        self._lists: dict[object, list[Val]] = {}
         for n, node in enumerate(self.capture.nodes):
             op_id = self.tracer.op_of_node.get(n)
             if op_id is None:
@@ -70,13 +77,13 @@ class Run:
             op = self.tracer.ops[op_id]
             outs = [o.id for o in node.outputs if o is not None]
             if op.kind == "anchor":
-                self._record_operands(op, node)
+                self._record_operands(op, n)
                 shape = tuple(node.outputs[0].shape) if node.outputs and node.outputs[0] else ()
                 val = self._anchor(op, shape, node)
                 self.values[op_id] = val
                 self.env.update((o, val) for o in outs)
             else:
-                self._compute(op, node, outs)
+                self._compute(op, n, outs)
         for op in self.tracer.ops:
             if op.kind == "output" and (result := self._try(op.key[0])) is not None:
                 self.operands[op.id, 0] = result.data
@@ -89,32 +96,54 @@ class Run:
             val = self.arithmetic.anchor(anchor_name(op.key), (b, t, h, d), op.dtype)
             key = ("heads first", val.id)
             return self.arithmetic.intern(key) or self.arithmetic.put(key, val.data.transpose(1, 2))
-        return self.arithmetic.anchor(anchor_name(op.key), shape, op.dtype)
+        name = anchor_name(op.key)
+        val = self.arithmetic.anchor(name, shape, op.dtype)
+        if (factor := self.arithmetic.factors.get(name)) is not None:
+            return self._remember(("scaled", val.id, factor), lambda: val.data * factor)
+        return val
 
-    def _record_operands(self, op: Op, node: Node) -> None:
-        values = list(references(node.args, "v"))
-        slot = 0
-        for v in values:
-            edges = self.tracer.refs.get(v) or (self.tracer.edges(v) if v in self.tracer.constant else ())
-            if slot < len(op.operands) and edges == op.operands[slot]:
-                val = self._operand(op, slot, v)
-                if val is not None:
-                    self.operands[op.id, slot] = val.data
-                slot += 1
+    def _record_operands(self, op: Op, n: int) -> None:
+        for slot, v in self.tracer.slots(n):
+            val = self._operand(op, slot, v)
+            if val is not None:
+                self.operands[op.id, slot] = val.data
         canonical(self.operands, op, self.arithmetic.tokens)
 
     def _operand(self, op: Op, slot: int, value: int) -> Val | None:
         """What `op` reads at `slot`, with the edits applied."""
         try:
             if (op.id, slot) in self.edits.keep:
-                return Val(-1, self._unrounded(value))
+                return self.unrounded(value)
             val = self.value(value)
         except UnsupportedOpError as e:
             self.unsupported[op.id] = str(e)
             return None
         if (fmt := self.edits.round.get((op.id, slot))) is not None:
-            return Val(-1, round_to(val.data, fmt))
+            return self._remember(("edited", val.id, fmt), lambda: round_to(val.data, fmt))
         return val
+
+    def _remember(self, key: object, compute: Callable[[], torch.Tensor]) -> Val:
+        """A result; looked up if it was computed before. The key says from what, by identities."""
+        if self.memo is None:
+            return Val(-1, compute())
+        if not self.arithmetic.share or (known := self.memo.get(key)) is None:
+            known = self.memo[key] = self._settled(compute())
+        return known
+
+    def _settled(self, data: torch.Tensor) -> Val:
+        """A computed value. Content counts where values round: the residual stream comes back to what it was (`stream_term`)."""
+        return self.arithmetic.settle(data) if self.arithmetic.rounds else self.arithmetic.new(data)
+
+    def _rounded(self, val: Val, dtype: str) -> Val:
+        """A value as it is stored in `dtype`."""
+        if not self.arithmetic.rounds or dtype not in LOW_PRECISION or not val.data.is_floating_point():
+            return val
+
+        def compute() -> torch.Tensor:
+            data = self.arithmetic.round(val.data, dtype)
+            return val.data if torch.equal(data, val.data) else data
+
+        return self._remember(("rounded", val.id, dtype), compute)
 
     def _try(self, value: int) -> Val | None:
         try:
@@ -127,8 +156,7 @@ class Run:
         if v in self.env:
             return self.env[v]
         if v in self.tracer.weights:
-            name = self.tracer.weights[v]
-            i = next(i for i in self.capture.inputs if i.value.id == v)
+            name, i = self.tracer.weights[v], self.inputs[v]
             n = torch.Size(i.value.shape).numel()
             if n > aten.MAX_ELEMENTS:
                 raise UnsupportedOpError(f"{name} is too large to be evaluated element by element", where=str(i.value.shape))
@@ -136,7 +164,7 @@ class Run:
             val = self.arithmetic.intern(key) or self.arithmetic.put(
                 key, self.arithmetic.parameter(name, torch.arange(n), i.value.dtype).view(i.value.shape)
             )
-        elif v in self.native:
+        elif v in self.constants:
             val = self._constant(v)
         else:
             n = self.node_of.get(v, -1)
@@ -149,15 +177,19 @@ class Run:
         self.env[v] = val
         return val
 
+    @property
+    def constants(self) -> Mapping[int, torch.Tensor]:
+        """What depends on positions, token ids and buffers only, by value id."""
+        return self.native or {}
+
     def _constant(self, v: int) -> Val:
         table = self.tracer.table_of_value.get(v)
         if table is not None and table in self.snapped:
-            return self.arithmetic.new(self.snapped[table])
-        data = self.native[v]
+            return self.arithmetic.settle(self.snapped[table])
         if self._cast_of_table(v):
             return self._transparent(v, self.node_of[v], self.value, rounds=True)
-        data = data.double() if data.is_floating_point() else data
-        return self.arithmetic.new(data)
+        data = self.constants[v]
+        return self.arithmetic.settle(data.double() if data.is_floating_point() else data)
 
     def _cast_of_table(self, v: int) -> bool:
         """Whether a constant is a cast or view of a table, not a table itself."""
@@ -172,16 +204,16 @@ class Run:
             v = tensors[0]
             yield v
 
-    def _unrounded(self, v: int) -> torch.Tensor:
+    def unrounded(self, v: int) -> Val:
         """The content of a value had nothing been rounded since its producers computed it."""
         n = self.node_of.get(v, -1)
         op = self.tracer.op_of_node.get(n)
         first = self.capture.nodes[n].outputs[0] if op is not None else None
         if op is not None and first is not None and first.id == v:
-            return self.values[op].data
-        if n < 0 or op is not None or (v in self.native and not self._cast_of_table(v)):
-            return self.value(v).data
-        return self._transparent(v, n, lambda u: Val(-1, self._unrounded(u)), rounds=False).data
+            return self.values[op]
+        if n < 0 or op is not None or (v in self.constants and not self._cast_of_table(v)):
+            return self.value(v)
+        return self._transparent(v, n, self.unrounded, rounds=False)
 
     def _transparent(self, v: int, n: int, read: Callable[[int], Val], *, rounds: bool) -> Val:
         node = self.capture.nodes[n]
@@ -189,68 +221,46 @@ class Run:
         position = next(i for i, o in enumerate(node.outputs) if o is not None and o.id == v)
         out = node.outputs[position]
         assert out is not None
-        tensors = list(references(node.args, "v"))
+        tensors = self.tracer.reads(n)
         if name == "embedding" and tensors and tensors[0] in self.tracer.weights:
             return self._embedding(tensors[0], tensors[1], out.shape)
         if name == "copy":
             source = read(tensors[1])
-            return Val(source.id, self.arithmetic.round(source.data.expand(out.shape), out.dtype))
+            if source.data.shape != out.shape:
+                source = self._remember(("expanded", source.id, out.shape), lambda: read(tensors[1]).data.expand(out.shape))
+            return self._rounded(source, out.dtype)
         args = {u: read(u) for u in tensors}
-        if name in (
-            "_to_copy",
-            "to",
-            "clone",
-            "contiguous",
-            "detach",
-            "alias",
-            "dropout",
-            "native_dropout",
-            "lift_fresh",
-            "positive",
-        ) or is_identity(name, node):
+        if name in CASTS or is_identity(name, node):
             val = args[tensors[0]]
             if out.dtype.startswith(("float", "bfloat")) != val.data.is_floating_point():
-                val = Val(-1, val.data.double() if not val.data.is_floating_point() else val.data.to(getattr(torch, out.dtype)))
-            if not (rounds and self.arithmetic.rounds and out.dtype in LOW_PRECISION):
-                return val
-            return Val(-1, self.arithmetic.round(val.data, out.dtype))
-        key = ("aten", node.op, repr(node.args if not tensors else _shape_args(node.args, args)), repr(node.kwargs), position)
-        memo = all(a.id >= 0 for a in args.values()) and not self.arithmetic.rounds
-        if memo and (found := self.arithmetic.intern(key)) is not None:
-            return found
-        result = call(node, {u: a.data for u, a in args.items()})
-        data = result[position] if isinstance(result, tuple | list) else result
-        return self.arithmetic.put(key, data) if memo else Val(-1, self.arithmetic.round(data, out.dtype) if rounds else data)
+                val = self._remember(("cast", val.id, out.dtype), lambda: _cast(args[tensors[0]].data, out.dtype))
+            return self._rounded(val, out.dtype) if rounds else val
+        key = (self.tracer.signature(n), position, tuple(args[u].id for u in tensors))
+
+        def compute() -> torch.Tensor:
+            result = call(node, {u: a.data for u, a in args.items()})
+            made: torch.Tensor = result[position] if isinstance(result, tuple | list) else result
+            return made
+
+        result = self._remember(key, compute)
+        return self._rounded(result, out.dtype) if rounds else result
 
     def _embedding(self, weight: int, ids: int, shape: tuple[int, ...]) -> Val:
-        i = next(i for i in self.capture.inputs if i.value.id == weight)
+        i = self.inputs[weight]
         width = i.value.shape[-1]
-        rows = self.native[ids].reshape(-1, 1).long()
+        rows = self.constants[ids].reshape(-1, 1).long()
         data = self.arithmetic.parameter(i.name, rows * width + torch.arange(width), i.value.dtype)
-        return self.arithmetic.new(data.view(shape))
+        return self.arithmetic.settle(data.view(shape))
 
-    def _compute(self, op: Op, node: Node, outs: list[int]) -> None:
-        slot, read = 0, []
-        for v in self.tracer.operand_values(node):
-            if self.tracer.edges(v):
-                read.append(self._operand(op, slot, v))
-                slot += 1
-            else:
-                read.append(self._try(v))
+    def _compute(self, op: Op, n: int, outs: list[int]) -> None:
+        node = self.capture.nodes[n]
+        read = [self._try(v) if slot is None else self._operand(op, slot, v) for slot, v in self.tracer.op_slots(n)]
         ordered = [a for a in read if a is not None]
         if len(ordered) < len(read):
             self.unsupported.setdefault(op.id, "an operand could not be evaluated")
             return
-        memo = all(a.id >= 0 for a in ordered) and not self.arithmetic.rounds
-        key = ("aten", node.op, repr(_positional(node, ordered)))
         try:
-            found = [self.arithmetic.intern((*key, k)) for k in range(len(node.outputs))] if memo else [None]
-            if all(x is not None for x in found):
-                results = [x for x in found if x is not None]
-            else:
-                result = call(node, [a.data for a in ordered])
-                tensors = list(result) if isinstance(result, tuple | list) else [result]
-                results = [self.arithmetic.put((*key, k), x) if memo else Val(-1, x) for k, x in enumerate(tensors)]
+            results = self._results(n, ordered)
         except UnsupportedOpError as e:
             self.unsupported[op.id] = str(e)
             return
@@ -258,8 +268,28 @@ class Run:
         self.values[op.id] = val
         for o, x in zip(node.outputs, [val, *results[1:]], strict=False):
             if o is not None:
-                rounds = self.arithmetic.rounds and o.dtype in LOW_PRECISION and x.data.is_floating_point()
-                self.env[o.id] = Val(-1, self.arithmetic.round(x.data, o.dtype)) if rounds else x
+                self.env[o.id] = self._rounded(x, o.dtype)
+
+    def _results(self, n: int, operands: list[Val]) -> list[Val]:
+        """All results of an op."""
+        key = (self.tracer.signature(n), tuple(a.id for a in operands))
+        if self.memo is not None and self.arithmetic.share and key in self._lists:
+            return self._lists[key]
+        result = call(self.capture.nodes[n], [a.data for a in operands])
+        tensors = list(result) if isinstance(result, tuple | list) else [result]
+        if self.memo is None:
+            return [Val(-1, x) for x in tensors]
+        self._lists[key] = [self._settled(x) for x in tensors]
+        return self._lists[key]
+
+
+CASTS = frozenset(["_to_copy", "to", "clone", "contiguous", "detach", "alias", "dropout", "native_dropout", "lift_fresh", "positive"])
+"""Ops that keep elements and layout, and perhaps cast."""
+
+
+def _cast(data: torch.Tensor, dtype: str) -> torch.Tensor:
+    """Between integers and float64."""
+    return data.to(getattr(torch, dtype)) if data.is_floating_point() else data.double()
 
 
 def canonical(operands: dict[tuple[int, int], torch.Tensor], op: Op, tokens: int) -> None:
@@ -275,11 +305,6 @@ def canonical(operands: dict[tuple[int, int], torch.Tensor], op: Op, tokens: int
             axis = next((d for d, n in enumerate(data.shape) if n == tokens), None) if data is not None else None
             if data is not None and axis is not None:
                 operands[op.id, slot] = data.movedim(axis, 0).reshape(tokens, -1).sort(-1).values
-
-
-def anchor_name(key: tuple[Any, ...]) -> str:
-    """The name an anchor's random output hangs on: kind, checkpoint names, occurrence."""
-    return "|".join(str(k) for k in key)
 
 
 def native_constants(capture: TrainingGraph, tracer: Tracer, arithmetic: Arithmetic) -> dict[int, torch.Tensor]:
@@ -326,36 +351,14 @@ def call(node: Node, tensors: Mapping[int, torch.Tensor] | list[torch.Tensor], *
     Raises:
         UnsupportedOpError: outside the closed vocabulary, or torch refuses.
     """
-    queue = iter(tensors) if isinstance(tensors, list) else None
-
-    def decode(a: Any) -> Any:
-        if isinstance(a, dict):
-            if "v" in a:
-                return next(queue) if queue is not None else tensors[a["v"]]
-            if "dtype" in a:
-                dtype = getattr(torch, a["dtype"], None)
-                if not isinstance(dtype, torch.dtype):
-                    raise UnsupportedOpError(f"unknown dtype {a['dtype']!r}", where=node.op)
-                return dtype if native or not dtype.is_floating_point else torch.float64
-            if "f" in a:
-                return float(a["f"])
-            if "device" in a:
-                return torch.device("cpu")
-            return None
-        if isinstance(a, list | tuple):
-            return [decode(x) for x in a]
-        return a
-
+    take = iter(tensors).__next__ if isinstance(tensors, list) else None
     for o in node.outputs:
         if o is not None and torch.Size(o.shape).numel() > aten.MAX_ELEMENTS:
             raise UnsupportedOpError(f"{node.op} makes a tensor too large to evaluate", where=str(o.shape))
     overload = aten.resolve(node.op)
-    args = [decode(a) for a in node.args]
-    kwargs = {
-        k: x
-        for k, a in node.kwargs.items()
-        if (x := decode(a)) is not None and k not in ("pin_memory", "layout", "memory_format", "non_blocking")
-    }
+    args = [_decode(a, node.op, tensors, take, native) for a in node.args]
+    given = {k: _decode(a, node.op, tensors, take, native) for k, a in node.kwargs.items()}
+    kwargs = {k: x for k, x in given.items() if x is not None and k not in ("pin_memory", "layout", "memory_format", "non_blocking")}
     if not native and aten.base(node.op) in ("_softmax", "_log_softmax"):
         args[-1] = False
     if aten.base(node.op) in ("as_strided", "as_strided_scatter") and args and isinstance(args[0], torch.Tensor):
@@ -373,22 +376,17 @@ def call(node: Node, tensors: Mapping[int, torch.Tensor] | list[torch.Tensor], *
         raise UnsupportedOpError(f"{node.op} could not be evaluated: {str(e).splitlines()[0]}") from None
 
 
-def _shape_args(args: Any, vals: Mapping[int, Val]) -> Any:
-    if isinstance(args, dict):
-        return ("val", vals[args["v"]].id) if "v" in args else tuple(args.items())
-    if isinstance(args, list | tuple):
-        return tuple(_shape_args(a, vals) for a in args)
-    return args
-
-
-def _positional(node: Node, vals: list[Val]) -> Any:
-    queue = iter(vals)
-
-    def go(a: Any) -> Any:
-        if isinstance(a, dict):
-            return ("val", next(queue).id) if "v" in a else tuple(a.items())
-        if isinstance(a, list | tuple):
-            return tuple(go(x) for x in a)
-        return a
-
-    return go(list(node.args)), tuple((k, go(v)) for k, v in node.kwargs.items())
+def _decode(a: Any, op: str, tensors: Any, take: Callable[[], torch.Tensor] | None, native: bool) -> Any:
+    """An encoded argument, with tensors for values: by id, or one after the other."""
+    if isinstance(a, dict):
+        if "v" in a:
+            return take() if take is not None else tensors[a["v"]]
+        if "dtype" in a:
+            dtype = getattr(torch, a["dtype"], None)
+            if not isinstance(dtype, torch.dtype):
+                raise UnsupportedOpError(f"unknown dtype {a['dtype']!r}", where=op)
+            return dtype if native or not dtype.is_floating_point else torch.float64
+        if "f" in a:
+            return float(a["f"])
+        return torch.device("cpu") if "device" in a else None
+    return [_decode(x, op, tensors, take, native) for x in a] if isinstance(a, list | tuple) else a

@@ -15,10 +15,11 @@ from typing import Any
 
 from graphalign.errors import CaptureFileError, UnsupportedOpError
 from graphalign.evaluate import aten
+from graphalign.evaluate.identity import nearest_anchors, owner_of
 from graphalign.evaluate.opaque import OpaqueOp
 from graphalign.ir.args import references
 from graphalign.ir.dataflow import LOW_PRECISION, Dataflow, Op, Operand, Ref, selected_format
-from graphalign.ir.inference import VALUE, Graph, InferenceGraph, Node, Parameter
+from graphalign.ir.inference import TAIL, VALUE, Graph, InferenceGraph, Node, Parameter
 
 TRANSPARENT = frozenset({"neg", "identity", "to_dtype", "load", "store", "getitem", "masked"})
 """Targets that make no new value (a sign change commutes with rounding to nearest even)."""
@@ -94,7 +95,12 @@ class Tracer:
         for name in graph.outputs:
             if name in self.buffers or name in self.inputs:
                 refs = self.read(g, name)
-                if refs:
+                if refs and graph.name == TAIL:
+                    end = {"graph": g, "buffer": name}
+                    self.add(
+                        name="logprobs", kind="anchor", target="logprobs", operands=(refs,), where=TAIL, key=("logprobs", 0), detail=end
+                    )
+                elif refs:
                     self.add(name=f"output.{name}", kind="output", target="output", operands=(refs,), where=graph.name, key=(g, name))
         for e in graph.exports:
             self.exported[e.name] = self.read(g, str(e.tensor.get("b")))
@@ -361,38 +367,6 @@ def _evaluable(op: str) -> bool:
     except UnsupportedOpError:
         return False
     return True
-
-
-def owner_of(checkpoints: list[str]) -> str:
-    """The module that holds some checkpoint tensors: their longest common path, without a tensor's own name."""
-    paths = [c.split(".") for c in checkpoints]
-    common = []
-    for level in zip(*paths, strict=False):
-        if len(set(level)) > 1:
-            break
-        common.append(level[0])
-    return ".".join(common[:-1] if common and len(common) == min(len(p) for p in paths) else common)
-
-
-def nearest_anchors(ops: list[Op], operands: Iterable[Operand]) -> tuple[str, ...]:
-    """Names of the anchors first met on the way up from `operands`, sorted.
-
-    A merged GEMM stands for all its checkpoint tensors, so the name is the same whether or not a side merges them.
-    """
-    found: set[str] = set()
-    seen: set[int] = set()
-    todo = [r.producer for o in operands for r in o]
-    while todo:
-        i = todo.pop()
-        if i in seen:
-            continue
-        seen.add(i)
-        op = ops[i]
-        if op.kind == "anchor":
-            found.update(str(k) for k in op.key[1:-1]) if op.target == "gemm" else found.add(str(op.key))
-        elif op.kind == "op":
-            todo += [r.producer for o in op.operands for r in o]
-    return tuple(sorted(found))
 
 
 def _merge(old: Operand, new: Operand) -> Operand:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from graphalign.evaluate.aten import ATTENTIONS, MATMULS, TRANSPARENT, base
-from graphalign.evaluate.trace_inference import nearest_anchors
+from graphalign.evaluate.identity import nearest_anchors
 from graphalign.ir.args import references
 from graphalign.ir.dataflow import Dataflow, Op, Operand, Ref, selected_format
 from graphalign.ir.training import Node, TrainingGraph
@@ -34,6 +34,12 @@ class Tracer:
     dtype: dict[int, str] = field(default_factory=dict)
     _occurrences: dict[tuple[Any, ...], int] = field(default_factory=dict)
     _readers: dict[int, list[int]] | None = None
+    _reads: dict[int, list[int]] = field(default_factory=dict)
+    _operands: dict[int, list[int]] = field(default_factory=dict)
+    _slots: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    _op_slots: dict[int, list[tuple[int | None, int]]] = field(default_factory=dict)
+    _signature: dict[int, int] = field(default_factory=dict)
+    _signatures: dict[str, int] = field(default_factory=dict)
 
     def run(self) -> Dataflow:
         """Trace the capture."""
@@ -61,8 +67,8 @@ class Tracer:
         """Value id to the nodes that read it, ascending."""
         if self._readers is None:
             self._readers = {}
-            for n, node in enumerate(self.capture.nodes):
-                for v in self.operand_values(node):
+            for n in range(len(self.capture.nodes)):
+                for v in self.operand_values(n):
                     self._readers.setdefault(v, []).append(n)
         return self._readers
 
@@ -107,7 +113,7 @@ class Tracer:
 
     def _node(self, n: int, node: Node) -> None:
         name = base(node.op)
-        tensors = list(dict.fromkeys([*references(node.args, "v"), *(v for a in node.kwargs.values() for v in references(a, "v"))]))
+        tensors = list(dict.fromkeys(self.operand_values(n)))
         outs = [o for o in node.outputs if o is not None]
         for o in outs:
             self.dtype[o.id] = o.dtype
@@ -118,6 +124,8 @@ class Tracer:
             return
         if node.op == "graphalign.attention" or name in ATTENTIONS:
             self._attention(n, node, outs)
+        elif node.op == "graphalign.logprobs":
+            self._logprobs(n, node, outs)
         elif node.op == "graphalign.composite":
             self._composite(n, node, outs)
         elif name in MATMULS:
@@ -128,7 +136,7 @@ class Tracer:
             first = next(iter(references(node.args, "v")))
             self.refs[outs[0].id] = tuple(r.rounded(outs[0].dtype) for r in self.edges(first))
         elif outs:
-            operands = tuple(e for a in self.operand_values(node) if (e := self.edges(a)))
+            operands = tuple(e for v in self.operand_values(n) if (e := self.edges(v)))
             op = self.add(name=f"%{outs[0].id}", kind="op", target=node.op, operands=operands, dtype=outs[0].dtype,
                           module=node.module, source=node.source, detail={"node": n})  # fmt: skip
             self.op_of_node[n] = op.id
@@ -136,8 +144,51 @@ class Tracer:
             for o in outs:
                 self.refs[o.id] = (Ref(op.id) if exact == o.dtype else Ref(op.id).rounded(o.dtype),)
 
-    def operand_values(self, node: Node) -> list[int]:
-        return [*references(node.args, "v"), *(v for a in node.kwargs.values() for v in references(a, "v"))]
+    def reads(self, n: int) -> list[int]:
+        """Value ids among a node's positional arguments, in order, with repeats."""
+        if n not in self._reads:
+            self._reads[n] = list(references(self.capture.nodes[n].args, "v"))
+        return self._reads[n]
+
+    def operand_values(self, n: int) -> list[int]:
+        """Value ids that a node reads, in order, with repeats; keyword arguments last."""
+        if n not in self._operands:
+            node = self.capture.nodes[n]
+            more = [v for a in node.kwargs.values() for v in references(a, "v")]
+            self._operands[n] = [*self.reads(n), *more] if more else self.reads(n)
+        return self._operands[n]
+
+    def slots(self, n: int) -> list[tuple[int, int]]:
+        """An anchor's compared operands: (slot, value)."""
+        if n not in self._slots:
+            op = self.ops[self.op_of_node[n]]
+            found: list[tuple[int, int]] = []
+            for v in self.reads(n):
+                edges = self.refs.get(v) or (self.edges(v) if v in self.constant else ())
+                if len(found) < len(op.operands) and edges == op.operands[len(found)]:
+                    found.append((len(found), v))
+            self._slots[n] = found
+        return self._slots[n]
+
+    def op_slots(self, n: int) -> list[tuple[int | None, int]]:
+        """What an op reads: (slot, value); no slot for a value that has no edges (it was made from no tensor)."""
+        if n not in self._op_slots:
+            slot = 0
+            found: list[tuple[int | None, int]] = []
+            for v in self.operand_values(n):
+                has = bool(self.edges(v))
+                found.append((slot if has else None, v))
+                slot += has
+            self._op_slots[n] = found
+        return self._op_slots[n]
+
+    def signature(self, n: int) -> int:
+        """Equal for nodes that compute the same from equal operands: the op and all its arguments that are no tensors."""
+        if n not in self._signature:
+            node = self.capture.nodes[n]
+            text = repr((node.op, _blank(node.args), [(k, _blank(a)) for k, a in node.kwargs.items()]))
+            self._signature[n] = self._signatures.setdefault(text, len(self._signatures))
+        return self._signature[n]
 
     def _overwrites(self, name: str, tensors: list[int]) -> bool:
         """Whether a scatter writes every element of its target: an in-place op's result seen through another view."""
@@ -190,6 +241,14 @@ class Tracer:
         for o in outs:
             self.refs[o.id] = (Ref(op.id).rounded(o.dtype),)
 
+    def _logprobs(self, n: int, node: Node, outs: list[Any]) -> None:
+        """The end of the tail: an anchor, so that what it reads is compared like any anchor's operand."""
+        operands = tuple(self.edges(v) for v in references(node.args, "v"))
+        op = self.add(name=f"%{outs[0].id}", kind="anchor", target="logprobs", operands=operands, dtype=outs[0].dtype, module=node.module,
+                      source=node.source, key=("logprobs", 0), detail={"node": n})  # fmt: skip
+        self.op_of_node[n] = op.id
+        self.refs[outs[0].id] = (Ref(op.id),)
+
     def _composite(self, n: int, node: Node, outs: list[Any]) -> None:
         operands = tuple(self.edges(v) for v in references(node.args, "v"))
         form = {k: tuple(x) if isinstance(x, list) else x for k, x in node.kwargs.items()}
@@ -212,6 +271,13 @@ def is_identity(name: str, node: Node) -> bool:
     if isinstance(other, bool) or not isinstance(other, int | float):
         return False
     return (name in ("mul", "div", "pow") and other == 1) or (name in ("add", "sub") and other == 0)
+
+
+def _blank(arg: Any) -> Any:
+    """An encoded argument without the numbers of the values it refers to."""
+    if isinstance(arg, dict):
+        return {"v": None} if "v" in arg else arg
+    return [_blank(a) for a in arg] if isinstance(arg, list | tuple) else arg
 
 
 def decode_constant(data: str, dtype: str, shape: tuple[int, ...]) -> Any:

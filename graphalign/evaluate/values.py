@@ -1,25 +1,36 @@
-"""Random values as functions of (name, index), so that no large tensor is ever built."""
+"""Random values as functions of (name, index), so that no large tensor is ever built; and values with identities.
+
+Equal work is done once: a value's identity stands for its content, so an op on operands that were seen before is a look-up.
+Layers are equal wherever they compute the same thing, whatever their numbers are; nothing is assumed about which.
+"""
 
 from __future__ import annotations
 
 import hashlib
-import re
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import numpy as np
 import torch
 
-_LAYER = re.compile(r"(?<![A-Za-z0-9_])\d+(?![A-Za-z0-9_])")
+from graphalign.ir.dataflow import LOW_PRECISION
+from graphalign.ir.paths import in_turn, role_of
+
+Layers = Literal["alike", "turns", "own"]
+"""Which layers share random values: all; those `TURNS` apart; none."""
+TURNS = 4
+"""Layers that take turns have values that differ from their neighbours', and the same as those this many layers on."""
+SUMS = 8
+"""Sums after which a residual stream is back at an earlier value, see `stream_term`."""
+OFFSET, STEP = 24.0, 0.25
+"""What the first sum adds to every element, up to its sign and a little; and how the others' random values are scaled."""
 
 
 def seed_of(*parts: object) -> int:
     """A 63-bit seed that depends on nothing but the printed parts."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 1
-
-
-def role_of(name: str) -> str:
-    """A name without its layer and expert numbers: equal layers then get equal values."""
-    return _LAYER.sub("*", name)
 
 
 def draw(seed: int, index: torch.Tensor) -> torch.Tensor:
@@ -39,6 +50,35 @@ def draw(seed: int, index: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(magnitude * sign)
 
 
+def stream_term(seed: int, ordinal: int, number: int, n: int) -> torch.Tensor:
+    """What the `ordinal`-th sum adds to the residual stream, so that the stream takes the same values again and again.
+
+    The first sum takes every element to ±24; the others add x0, x1, x2, x3, -x0, -x1, -x2, -x3, and so on, all so small that the
+    elements stay between 16 and 32. There, a format's numbers are equally spaced, so a rounded sum is the stream's value plus what
+    the rounded term would be, wherever the stream is: the stream comes back to the same bits whether each sum is rounded, some, or none.
+    (Ties depend on the last bit kept; to even, they settle after the first time: Reiser and Knuth, "Evading the drift in
+    floating-point addition", 1975.) Hardly any sum is exact, so every rounding shows; no two of `SUMS` successive sums are equal, so
+    every order does. What reads the stream repeats with it, and is evaluated once. A stream that does something else with its terms,
+    or starts from larger values, need not repeat, which costs nothing but time.
+
+    Args:
+        seed: of the evaluation.
+        ordinal: of the sum along the stream.
+        number: of the term in this sum; most have one.
+        n: number of elements.
+
+    Returns:
+        [n] float64, unrounded. Rounding commutes with the sign.
+    """
+    index = torch.arange(n)
+    if ordinal == 0:
+        sign = draw(seed_of(seed, "stream", "sign"), index).sign()
+        return (sign * OFFSET if number == 0 else 0.0) + STEP * draw(seed_of(seed, "stream", "first", number), index)
+    phase = (ordinal - 1) % SUMS
+    x = STEP * draw(seed_of(seed, "stream", phase % (SUMS // 2), number), index)
+    return x if phase < SUMS // 2 else -x
+
+
 @dataclass(frozen=True)
 class Val:
     """A float64 tensor with an identity: equal ids mean equal content."""
@@ -51,17 +91,24 @@ class Val:
 class Arithmetic:
     """What values an evaluation uses, and whether it rounds.
 
-    Exact evaluation (`rounds=False`) proposes the alignment; rounded evaluation checks it. In exact evaluation layers
-    share values by role, so equal layers are evaluated once; the check gives every layer its own.
+    Exact evaluation (`rounds=False`) proposes the alignment, on values that all layers share; rounded evaluation checks it, on
+    values that differ between neighbouring layers.
     """
 
     seed: int
     positions: tuple[int, ...]
     token_ids: tuple[int, ...]
     rounds: bool = False
-    per_layer: bool = False
+    layers: Layers = "alike"
+    stream: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """With layers in turns: anchors whose outputs are added to the residual stream, by name: ordinal of the sum, number in the sum."""
+    share: bool = True
+    """Whether equal work is done once. Without, results are the same and take longer; for tests."""
+    factors: Mapping[str, float] = field(default_factory=dict)
+    """Anchors whose output the trainer has multiplied by a constant that the engine multiplies it by later, by name."""
     _memo: dict[object, Val] = field(default_factory=dict)
-    _issued: int = 0
+    _contents: dict[object, list[Val]] = field(default_factory=dict)
+    _issued: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     @property
     def tokens(self) -> int:
@@ -70,7 +117,9 @@ class Arithmetic:
 
     def name(self, name: str) -> str:
         """The name a random value hangs on."""
-        return name if self.per_layer else role_of(name)
+        if self.layers == "own":
+            return name
+        return role_of(name) if self.layers == "alike" else in_turn(name, TURNS)
 
     def intern(self, key: object) -> Val | None:
         """The memoised value of `key`, or None."""
@@ -84,16 +133,35 @@ class Arithmetic:
 
     def new(self, data: torch.Tensor) -> Val:
         """A value with an identity of its own."""
-        self._issued += 1
-        return Val(self._issued, data)
+        return Val(next(self._issued), data)
+
+    def settle(self, data: torch.Tensor) -> Val:
+        """The value with this content, bit for bit; a new one if there is none."""
+        if not self.share or (data.is_floating_point() and data.dtype != torch.float64):
+            return self.new(data)
+        bits = _bits(data)
+        known = self._contents.setdefault((data.dtype, data.shape, int(bits.sum())), [])
+        for val in known:
+            if val.data is data or torch.equal(bits, _bits(val.data)):
+                return val
+        known.append(self.new(data))
+        return known[-1]
+
+    def aside(self) -> Arithmetic:
+        """The same values, for an evaluation whose own values need not be kept when it is over."""
+        return replace(self, _memo=dict(self._memo), _contents={})
 
     def anchor(self, name: str, shape: tuple[int, ...], dtype: str) -> Val:
         """Output of an anchor, the same on both sides for the same name; rounded to what the anchor stores."""
-        key = ("anchor", self.name(name), shape, dtype if self.rounds else "")
+        held: object = self.name(name)
+        if (term := self.stream.get(name) if self.layers == "turns" else None) is not None:
+            ordinal, number = term
+            held = ("stream", ordinal and 1 + (ordinal - 1) % SUMS, number)
+        key = ("anchor", held, shape, dtype if self.rounds else "")
         if (val := self._memo.get(key)) is None:
             n = int(np.prod(shape))
-            data = draw(seed_of(self.seed, "anchor", self.name(name)), torch.arange(n)).view(shape)
-            val = self.put(key, self.round(data, dtype))
+            data = draw(seed_of(self.seed, "anchor", held), torch.arange(n)) if term is None else stream_term(self.seed, *term, n)
+            val = self.put(key, self.round(data.view(shape), dtype))
         return val
 
     def fresh(self, name: str, shape: tuple[int, ...]) -> Val:
@@ -109,16 +177,38 @@ class Arithmetic:
         return self.round(draw(seed_of(self.seed, "parameter", self.name(checkpoint)), index), dtype)
 
     def round(self, data: torch.Tensor, dtype: str) -> torch.Tensor:
-        """`data` rounded to `dtype` (to nearest even, via float32), or unchanged in exact evaluation or for FP32 and wider."""
-        from graphalign.ir.dataflow import LOW_PRECISION
-
+        """`data` rounded to `dtype` (to nearest even), or unchanged in exact evaluation or for FP32 and wider."""
         if not self.rounds or dtype not in LOW_PRECISION:
             return data
         return round_to(data, dtype)
 
 
+def _bits(data: torch.Tensor) -> torch.Tensor:
+    """Content as integers: unlike numbers, NaN equals NaN and 0 differs from -0."""
+    return data.contiguous().view(torch.int64) if data.dtype == torch.float64 else data
+
+
+_FORMATS = {"bfloat16": (45, 2.0**-126, float.fromhex("0x1.fep127")), "float16": (42, 2.0**-14, 65504.0)}
+"""Bits of float64's significand that the format lacks, its smallest normal and its largest number."""
+
+
 def round_to(data: torch.Tensor, dtype: str) -> torch.Tensor:
-    """float64 `data` rounded to a low-precision format, as float64.
+    """float64 `data` rounded to a low-precision format, to nearest even, in one step, as float64."""
+    if dtype in _FORMATS and data.dtype == torch.float64 and data.numel():
+        drop, least, most = _FORMATS[dtype]
+        size = data.abs()
+        low, high = (float(x) for x in size.aminmax())
+        # zero or normal numbers, none of which becomes infinite; NaN fails the comparison
+        if high <= most and (low >= least or not bool(((size < least) & (size > 0)).any())):
+            # adding just under half a unit, or half a unit where the last bit kept is 1, carries where rounding up is right
+            bits = data.contiguous().view(torch.int64)
+            carried = (bits >> drop).bitwise_and_(1).add_((1 << (drop - 1)) - 1).add_(bits)
+            return carried.bitwise_and_(-1 << drop).view(torch.float64)
+    return _round_slowly(data, dtype)
+
+
+def _round_slowly(data: torch.Tensor, dtype: str) -> torch.Tensor:
+    """The same for any numbers and formats.
 
     The value is first rounded to odd at FP32's precision, so that the second rounding gives the correctly rounded result
     (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", 2008) instead of suffering a double rounding.

@@ -167,6 +167,10 @@ VALUE = "value:"
 """Starts the `source` of an input that is another graph's export, by name."""
 
 
+TAIL = "tail"
+"""Name of the graph that ends with log-probabilities, where the engine's tail was captured."""
+
+
 class Export(Frozen):
     """A tensor that a graph hands on to later graphs."""
 

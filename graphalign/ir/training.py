@@ -47,7 +47,7 @@ class Input(Frozen):
 
 
 class Node(Frozen):
-    """One op. `graphalign.attention` is a composite anchor: its inside is not recorded."""
+    """One op. `graphalign.attention` is a composite anchor: its inside is not recorded. `graphalign.logprobs` marks the graph's end."""
 
     op: str
     """`aten.mul.Tensor`, or `graphalign.attention`.

@@ -10,6 +10,8 @@ from graphalign.patch.spec import Edit, Group, Key, PatchSpec, Skipped, parse_la
 from graphalign.sites.report import End, Report, Site
 from graphalign.sites.table import ranges
 
+TAIL = "logprobs[0]"
+"""What sites behind the last GEMM reach, and nothing else."""
 LEFT_OUT = "left out by choice"
 """Reason of what `only`, `without` and `layers` leave out; drift does not take it for a place where both sides agree."""
 
@@ -117,6 +119,8 @@ def key_of(end: End) -> Key:
 
 
 def _unsupported(site: Site) -> str:
+    if site.reaches and set(site.reaches) == {TAIL}:
+        return "it lies behind the last GEMM: let the trainer take log-probabilities as the engine does, FP32 log_softmax of its logits"
     for end in (site.producer, site.consumer):
         if not end.function and end.op not in ("parameter", "table"):
             return f"the source of {end.op} in {end.module} is not known"

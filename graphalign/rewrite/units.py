@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from dataclasses import dataclass
 
 from torch import nn
 
 from graphalign.errors import PatchError
+from graphalign.ir.paths import layer_of, unit_of
 from graphalign.patch.spec import Key, PatchSpec
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 """Names that wrappers put into module paths (torch.compile, checkpoint wrapper, FSDP1)."""
-_LAYER = re.compile(r"^(.*?\.?\d+)(?=\.|$)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +34,6 @@ class UnitEdit:
 def concrete(module: str, layer: int | None) -> str:
     """A module pattern with its layer number filled in."""
     return module.replace("*", str(layer), 1) if layer is not None else module
-
-
-def unit_of(module: str) -> str:
-    """The unit that a module belongs to: its layer (the path up to the first number), else the module itself."""
-    m = _LAYER.match(module)
-    return m.group(1) if m else module
 
 
 def strip(name: str) -> str:
@@ -121,7 +114,7 @@ def find_units(model: nn.Module, names: list[str]) -> dict[str, nn.Module]:
             "the patch fits more than one place of this model", where=", ".join(names[:3]), hint="apply it to the submodule you mean"
         )
     missing = [n for n in names if n not in modules]
-    layers = sorted({strip(n) for n in modules if _LAYER.fullmatch(n)})[:3]
+    layers = sorted({strip(n) for n in modules if layer_of(n) is not None and unit_of(n) == n})[:3]
     raise PatchError(
         f"this model does not have the modules that the patch is for: {', '.join(missing[:3])}",
         where=f"nearest here: {', '.join(layers) or ', '.join(list(modules)[1:4])}",

@@ -172,15 +172,12 @@ class _Finder:
         op = self.t.ops[anchor]
         if why == "no inference op matches this anchor":
             return op, f"{op.target} has no counterpart in the inference graph"
-        above: set[int] = set()
-        todo = [r.producer for r in op.operands[slot]]
-        while todo:
-            i = todo.pop()
-            if i in above or self.t.ops[i].kind != "op":
-                continue
-            above.add(i)
-            if i not in self.al.regions.sums or i not in self.al.partners:
-                todo += [r.producer for o in self.t.ops[i].operands for r in o]
+        above = self._above([r.producer for r in op.operands[slot]])
+        routing = [r.producer for o in op.operands for r in o] if op.target == "composite" else []
+        for i in sorted(above | self._above(routing)):  # experts are chosen by one operand and weighed by another
+            x = self.t.ops[i]
+            if (unread := self._unread(x)) is not None:
+                return x, f"it reads {unread}, which the engine's graph does not read"
         for i in sorted(above):
             x = self.t.ops[i]
             if self._placed(i):
@@ -194,6 +191,23 @@ class _Finder:
         if why == "it could not be evaluated":
             return op, None
         return op, f"operand {slot}: {why}"
+
+    def _above(self, todo: list[int]) -> set[int]:
+        """Training ops on the way up from some, these included, up to anchors and aligned residual sums."""
+        above: set[int] = set()
+        while todo:
+            i = todo.pop()
+            if i in above or self.t.ops[i].kind != "op":
+                continue
+            above.add(i)
+            if i not in self.al.regions.sums or i not in self.al.partners:
+                todo += [r.producer for o in self.t.ops[i].operands for r in o]
+        return above
+
+    def _unread(self, op: Op) -> str | None:
+        """A parameter that an op reads and the engine's graph does not."""
+        read = [self.t.ops[r.producer] for o in op.operands for r in o]
+        return next((p.target for p in read if p.kind == "parameter" and p.id not in self.al.partners), None)
 
     def _placed(self, i: int) -> bool:
         return i in self.al.partners or ("training", i) in self.comparison.interior

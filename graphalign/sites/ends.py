@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 
 from graphalign.evaluate import aten
 from graphalign.ir.dataflow import Dataflow, Op
+from graphalign.ir.paths import layer_of, pattern_of
 from graphalign.ir.training import Source, TrainingGraph
 from graphalign.sites.report import End
 
-_LAYER = re.compile(r"(?:^|\.)(\d+)(?=\.|$)")
-
-
-def layer_of(module: str) -> int | None:
-    """The first number in a module path: the layer."""
-    m = _LAYER.search(module)
-    return int(m.group(1)) if m else None
-
-
-def pattern_of(module: str) -> str:
-    """A module path with its layer number as `*`."""
-    return _LAYER.sub(lambda m: m.group(0).replace(m.group(1), "*"), module, count=1)
+__all__ = ["Ends", "layer_of", "pattern_of"]
 
 
 class Ends:
@@ -48,6 +37,8 @@ class Ends:
         s = self.source(op)
         named = op.kind in ("parameter", "table")
         what = op.target if op.kind in ("op", "anchor") else op.kind
+        if op.target == "gemm" and slot is not None:
+            what = op.detail.get("op", what)  # a patch edits this op's operand
         base = End(module=pattern_of(op.target if named else op.module), op=what, ordinal=self.ordinals[op.id], operand=slot)
         if s is None:
             return base

@@ -25,7 +25,7 @@ class Expected(BaseModel):
     """Class name, `Qwen3ForCausalLM`."""
     device: str
     """Kind of device of the target: `cpu`, `cuda`."""
-    regime: dict[str, Any] = Field(default_factory=lambda: {"param_dtype": "bfloat16", "autocast": None})
+    regime: dict[str, Any] = Field(default_factory=lambda: {"param_dtype": "bfloat16", "autocast": None, "logprobs": None})
     """Settings of the regime that must be as given."""
     simulated: bool = False
     layers: int | None = None

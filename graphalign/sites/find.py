@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections import Counter, defaultdict
@@ -25,6 +26,9 @@ from graphalign.sites.ends import Ends, layer_of, pattern_of
 from graphalign.sites.groups import Namer, load_group_rules
 from graphalign.sites.nodes import statuses
 from graphalign.sites.report import Entry, Evidence, Group, Report, Site
+
+FEW = 8
+"""Elements of a value whose rounding need not show in every layer: it is a site if it shows in one, and their graphs agree."""
 
 
 @paused()
@@ -65,9 +69,10 @@ def diff_pair(pair: Pair, rules: Path, progress: Progress | None = None, started
     divergence = find_partings(al, comparison, differences, pair.unfolded, pair.capture_i.header.notes)
     comparison.findings = [_withdrawn(f) if f.consumer in divergence.behind else f for f in comparison.findings]
     proposed = [f for f in comparison.findings if f.verdict in ("keep", "round")]
-    # a table that is rounded outside the layers is no site, but the others are checked as if it were not rounded
+    # a table that is rounded outside the layers is no site, but the others are checked as if it were not rounded; so are scaled experts
     assumed = [f for f in comparison.findings if f.verdict == "unpatchable" and al.training.ops[f.producer].kind == "table"]
-    result = check(pair, [_edit(f) for f in proposed] + [Edit(f.consumer, f.slot, "keep") for f in assumed])
+    scaled = [f for f in comparison.findings if f.verdict == "unpatchable" and f.producer in al.scaled]
+    result = check(pair, [_edit(f) for f in proposed] + [Edit(f.consumer, f.slot, "keep") for f in (*assumed, *scaled)])
     exact = {at for at, c in result.confirmations.items() if c.exact}
     comparison.findings = [_harmless(f) if (f.consumer, f.slot) in exact else f for f in comparison.findings]
     unjudged = {(f.consumer, f.slot) for f in comparison.findings if f.verdict not in ("agree", "keep", "round")}
@@ -159,17 +164,24 @@ class _Builder:
 
     def _groups(self) -> tuple[Group, ...]:
         same: dict[tuple[Any, ...], list[Finding]] = defaultdict(list)
+        unseen: list[tuple[tuple[Any, ...], Finding, str]] = []
         for f in self.comparison.findings:
             if f.verdict not in ("keep", "round"):
                 continue
             confirmation = self.check.confirmations.get((f.consumer, f.slot))
-            if confirmation is None or not confirmation.ok:
-                self.refused.append((f, _why_refused(confirmation)))
-                continue
             p, c = self.ends.end(f.producer), self.ends.end(f.consumer, f.slot)
             here, there = layer_of(self.t.ops[f.consumer].module), layer_of(self.t.ops[f.producer].module)
             distance = here - there if here is not None and there is not None else None
-            same[self.namer.name(f), f.verdict, p, c, f.training, f.inference, distance].append(f)
+            key = self.namer.name(f), f.verdict, p, c, f.training, f.inference, distance
+            if confirmation is not None and confirmation.ok:
+                same[key].append(f)
+            else:
+                unseen.append((key, f, _why_refused(confirmation)))
+        for key, f, why in unseen:  # one number, as of an activation's learned slope, may round to itself in some layers
+            if key in same and self._elements(f.producer) <= FEW:
+                same[key].append(f)
+            else:
+                self.refused.append((f, why))
         named: dict[str, list[Site]] = defaultdict(list)
         for (name, kind, p, c, training, inference, _), findings in same.items():
             shares = [self.check.confirmations[f.consumer, f.slot] for f in findings]
@@ -198,6 +210,12 @@ class _Builder:
             layers = tuple(sorted({n for s in sites for n in s.layers}))
             out.append(Group(name=name, kind=kinds.pop() if len(kinds) == 1 else "mixed", layers=layers, sites=tuple(sites)))
         return tuple(out)
+
+    def _elements(self, producer: int) -> int:
+        """How many elements a training op makes."""
+        node = self.t.ops[producer].detail.get("node")
+        outputs = self.training.nodes[node].outputs if node is not None else ()
+        return math.prod(outputs[0].shape) if outputs and outputs[0] is not None else FEW + 1
 
     def _evidence(self, findings: list[Finding]) -> tuple[Evidence, ...]:
         out: dict[tuple[str, ...], Evidence] = {}

@@ -94,7 +94,7 @@ class Namer:
     def _kind(self, op: Op) -> str:
         if op.id in self.al.regions.sums or op.id in self.al.regions.partial:
             return "residual_sum"
-        return op.target if op.kind == "anchor" and op.target in ("gemm", "attention") else op.kind
+        return op.target if op.kind == "anchor" and op.target in ("gemm", "attention", "logprobs") else op.kind
 
     def _regions(self) -> dict[int, dict[str, set[str]]]:
         facts: dict[int, dict[str, set[str]]] = {}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from graphalign.align.align import Alignment
 from graphalign.align.edges import Finding
+from graphalign.align.regions import Regions
 from graphalign.ir.dataflow import Op
 from graphalign.sites.ends import pattern_of
 
@@ -23,6 +25,8 @@ class Judged:
     semantic: dict[int, str] = field(default_factory=dict)
     """Training op at which the sides part to the reason."""
     _launch: dict[int, int] = field(default_factory=dict)
+    _sites_of: dict[int, list[Edge]] = field(default_factory=dict)
+    _members: dict[int, list[int]] = field(default_factory=dict)
     _count: int = 0
 
     def verdict(self, edge: Edge) -> str:
@@ -35,6 +39,21 @@ class Judged:
         if f is None or f.verdict == "agree":
             return ""
         return "undetermined" if f.verdict in ("keep", "round") else f.verdict
+
+    def sites_read_by(self, consumers: Iterable[int]) -> list[Edge]:
+        """Edges that are sites and end in one of some ops, in the order of `sites`."""
+        if not self._sites_of:
+            self._position = {key: n for n, key in enumerate(self.sites)}
+            for key in self.sites:
+                self._sites_of.setdefault(key[0], []).append(key)
+        return sorted((key for c in consumers for key in self._sites_of.get(c, ())), key=self._position.__getitem__)
+
+    def members(self, regions: Regions, region: int) -> list[int]:
+        """The ops of one region."""
+        if not self._members:
+            for x, r in regions.region.items():
+                self._members.setdefault(r, []).append(x)
+        return self._members.get(region, [])
 
     def launches(self, al: Alignment) -> dict[int, int]:
         """Inference op to the number of its kernel's launch: one generated function can be launched many times."""

@@ -78,8 +78,9 @@ class Cut:
         layers = {layer_of(self.t.ops[x].module) for x in self.focus}
         inside = {
             x
-            for x, r in regions.region.items()
-            if r in wanted and x not in regions.sums and x not in regions.tail and layer_of(self.t.ops[x].module) in layers
+            for r in wanted
+            for x in self.judged.members(regions, r)
+            if x not in regions.sums and x not in regions.tail and layer_of(self.t.ops[x].module) in layers
         }
         self.members = inside | self.focus
         self.key_t: dict[int, Key] = {x: ("op", x) for x in self.focus}
@@ -229,14 +230,21 @@ class Cut:
 
     def _mark_inference(self) -> None:
         """Number the inference edges that are a site's evidence."""
-        for key, site in self.judged.sites.items():
-            f = self.judged.findings[key]
+        readers = {x for _, head, _ in self.left.edges for x in self.left.members[head]}
+        leaving: dict[Key, list[tuple[Key, tuple[str, ...], _Edge]]] = defaultdict(list)
+        self.above: dict[Key, list[Key]] = defaultdict(list)
+        for (a, b, roundings), edge in self.right.edges.items():
+            leaving[a].append((b, roundings, edge))
+            self.above[b].append(a)
+        for key in self.judged.sites_read_by(readers):
+            f, site = self.judged.findings[key], self.judged.sites[key]
             if (self._training_key(f.producer), self._training_key(f.consumer), f.training) not in self.left.edges:
                 continue
             for p in f.paths:
                 head, tail = self.key_i.get(p.consumer), self.key_i.get(p.producer)
-                for (a, b, roundings), edge in self.right.edges.items():
-                    if a == tail and roundings == p.roundings and b in self._between(tail, head):
+                between = self._between(tail, head)
+                for b, roundings, edge in leaving.get(tail, ()):
+                    if roundings == p.roundings and b in between:
                         edge.sites[site] = None
         for f in self.findings:
             if verdict := self.judged.verdict((f.consumer, f.slot, f.producer)):
@@ -249,8 +257,8 @@ class Cut:
         out, todo = {head}, [head]
         while todo:
             at = todo.pop()
-            for a, b, _ in self.right.edges:
-                if b == at and a not in out and isinstance(a, tuple) and a[0] == "own":
+            for a in self.above.get(at, ()):
+                if a not in out and isinstance(a, tuple) and a[0] == "own":
                     out.add(a)
                     todo.append(a)
         return out

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphalign.align.align import Pair
+from graphalign.align.regions import tail_ops
 from graphalign.errors import AlignmentError
 from graphalign.evaluate.aten import ATTENTIONS, base
 from graphalign.ir.dataflow import Op
@@ -91,7 +92,7 @@ class Replay(TorchDispatchMode):
         self.next_attention = 0
         self.scores: list[Score] = []
         self.output = values.output
-        self.tail = pair.regions.tail
+        self.tail = tail_ops(pair.flow_t)
         self.replaced = 0
 
     @classmethod

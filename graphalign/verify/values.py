@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from graphalign.errors import CaptureFileError
-from graphalign.ir.inference import InferenceGraph
+from graphalign.ir.inference import TAIL, InferenceGraph
 
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 
@@ -42,7 +42,12 @@ def read_values(path: str | Path, capture: InferenceGraph) -> EngineValues:
     except (KeyError, ValueError, TypeError):
         raise CaptureFileError(f"{path} holds no engine values", where=str(path)) from None
     nodes = [
-        n for g in capture.graphs for k in g.kernels for n in k.nodes if n.kind == "extern" and n.op not in ("", "inductor.multi_output")
+        n
+        for g in capture.graphs
+        if g.name != TAIL  # run eagerly, out of the recorder's sight
+        for k in g.kernels
+        for n in k.nodes
+        if n.kind == "extern" and n.op not in ("", "inductor.multi_output")
     ]
     if [c.get("op") for c in calls] != [n.op for n in nodes]:
         raise CaptureFileError(

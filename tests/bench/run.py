@@ -2,7 +2,8 @@
 
     python tests/bench/run.py [MODEL ...] [--simulate MODEL ...] [--repeat N] [--out DIR]
 
-Captures run once; what follows runs `--repeat` times and its median is shown, with the peak memory of the process.
+Captures run once; what follows runs `--repeat` times and its median is shown, with the peak memory of the process. At the end, what
+the diff costs for models of 9 to 72 layers (`depth.py`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import json
 import platform
 import resource
 import statistics
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -78,6 +81,7 @@ def main() -> None:
     parser.add_argument("--simulate", nargs="*", default=["example:qwen3-8b-base"], help="capture these for an H100 that isn't here")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("out/bench"))
+    parser.add_argument("--no-depth", action="store_true", help="leave out the models of 9 to 72 layers")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     results = {model: measure(model, options.out, options.repeat) for model in options.models}
@@ -91,6 +95,8 @@ def main() -> None:
     Console().print(table)
     print(f"peak memory of this process: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB (the engine's is not in it)")
     (options.out / "bench.json").write_text(json.dumps(results, indent=1))
+    if not options.no_depth:
+        subprocess.run([sys.executable, str(Path(__file__).with_name("depth.py")), "--out", str(options.out / "depth")], check=True)
 
 
 if __name__ == "__main__":

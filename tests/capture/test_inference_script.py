@@ -176,6 +176,27 @@ def test_a_probe_finds_merged_and_permuted_weights() -> None:
     assert model.scale.tolist() == [1.0, 1.0, 1.0], "what no checkpoint tensor fills gets its value back"
 
 
+def test_a_probe_takes_parameters_without_dimensions() -> None:
+    """xIELU's beta and eps are buffers of no dimension that a checkpoint fills."""
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.alpha = torch.nn.Parameter(torch.zeros(1, dtype=BF))
+            self.register_buffer("beta", torch.tensor(0.5, dtype=BF))
+
+        def load_weights(self, weights: Any) -> None:
+            with torch.no_grad():
+                for name, w in weights:
+                    getattr(self, name).copy_(w)
+
+    model, world = Model(), script.World()
+    world.describe(model)
+    script.Probe(world, model, {"alpha": ("bfloat16", (1,)), "beta": ("bfloat16", ())}).run()
+    assert {n: [s["checkpoint"] for s in p["segments"]] for n, p in world.parameters.items()} == {"alpha": ["alpha"], "beta": ["beta"]}
+    assert world.notes == []
+
+
 def test_tables_are_sampled_over_their_whole_length() -> None:
     table = Table.model_validate_json(json.dumps(script.read_table("t", torch.arange(5000.0).reshape(-1, 1).expand(-1, 2))))
     assert table.rows[:16] == tuple(range(16))

@@ -12,10 +12,10 @@ import torch
 
 import graphalign
 from graphalign.errors import BadInputError, GapInputError
+from graphalign.logprobs import find_function, fp32_log_softmax, selective_log_softmax
 from graphalign.verify.gap.attribution import attribute, wanted_subsets
-from graphalign.verify.gap.functions import find_function, selective_log_softmax
 from graphalign.verify.gap.measure import Tokens, measure_all, results, score_variant
-from graphalign.verify.gap.score import fp32_log_softmax, score
+from graphalign.verify.gap.score import score
 from graphalign.verify.gap.store import LogProbs, Store
 from graphalign.verify.gap.variants import EVERYTHING, FP32, STOCK, Variant, main_variants, paper_groups, subset_name, subset_variant
 from tests.rewrite.tiny import VOCAB, build, spec_for
@@ -172,4 +172,4 @@ def test_log_probabilities_of_other_tokens_are_refused(played: tuple[torch.nn.Mo
 def test_trls_function_is_trls(dtype: torch.dtype) -> None:
     theirs = pytest.importorskip("trl.trainer.utils").selective_log_softmax
     logits, tokens = torch.randn(9, 50).to(dtype), torch.arange(9)
-    assert torch.equal(selective_log_softmax(logits, tokens), theirs(logits, tokens))
+    assert torch.equal(selective_log_softmax(logits, tokens), theirs(logits[None], tokens[None])[0])

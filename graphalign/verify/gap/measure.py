@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from graphalign.logprobs import LogProbabilities, fp32_log_softmax
 from graphalign.rewrite.apply import apply
 from graphalign.verify.gap.inputs import check
 from graphalign.verify.gap.report import Measured, VariantResult
-from graphalign.verify.gap.score import LogProbabilities, fp32_log_softmax, score
+from graphalign.verify.gap.score import score
 from graphalign.verify.gap.statistics import compare, summarise
 from graphalign.verify.gap.store import LogProbs, Store
 from graphalign.verify.gap.variants import STOCK, Variant

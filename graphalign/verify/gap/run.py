@@ -11,6 +11,7 @@ from torch import nn
 
 from graphalign.align.align import Pair, align
 from graphalign.align.edges import compare
+from graphalign.logprobs import LogProbabilities, fp32_log_softmax
 from graphalign.patch.spec import PatchSpec
 from graphalign.rewrite.apply import apply
 from graphalign.sites.ends import Ends
@@ -19,7 +20,6 @@ from graphalign.verify.gap.attribution import attribute, wanted_subsets
 from graphalign.verify.gap.measure import Progress, Tokens, measure_all, results, score_variant
 from graphalign.verify.gap.report import Attribution, VariantResult
 from graphalign.verify.gap.residue import Residue, drift_by_layer, measure_residue
-from graphalign.verify.gap.score import LogProbabilities, fp32_log_softmax
 from graphalign.verify.gap.statistics import GapStatistics, summarise
 from graphalign.verify.gap.store import LogProbs, Store
 from graphalign.verify.values import EngineValues

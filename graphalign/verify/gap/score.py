@@ -12,14 +12,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from graphalign.errors import GapInputError
-
-LogProbabilities = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""(logits [tokens, vocabulary], token ids [tokens]) to log-probabilities [tokens]."""
-
-
-def fp32_log_softmax(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities as vLLM's sampler reports them (`raw_logprobs`): log_softmax of the logits in FP32."""
-    return logits.float().log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+from graphalign.logprobs import LogProbabilities, fp32_log_softmax
 
 
 @torch.no_grad()

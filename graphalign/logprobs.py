@@ -1,31 +1,36 @@
-"""Log-probability functions of trainers: `(logits [tokens, vocabulary], token ids [tokens]) → [tokens]`."""
+"""Log-probability functions of trainers: the tail of the training graph, from logits to the log-probabilities of given tokens."""
 
 from __future__ import annotations
 
 import importlib
 import os
 import sys
+from collections.abc import Callable
 
 import torch
 
 from graphalign.console import check_factory
 from graphalign.errors import BadInputError
-from graphalign.verify.gap.score import LogProbabilities, fp32_log_softmax
 
-BUILT_IN = {"fp32": fp32_log_softmax}
+LogProbabilities = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""(logits [tokens, vocabulary], token ids [tokens]) to log-probabilities [tokens]."""
+
+
+def fp32_log_softmax(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities as vLLM's sampler reports them (`raw_logprobs`): log_softmax of the logits in FP32."""
+    return logits.float().log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
 
 
 def selective_log_softmax(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """TRL's `selective_log_softmax` (trl/trainer/utils.py): for FP32 logits x[token] − logsumexp(x); in BF16 log_softmax of every row in
-    BF16, because logsumexp is unstable there."""
+    """TRL's `selective_log_softmax` (trl/trainer/utils.py, 1.16.0) of one sequence: x[token] − logsumexp(x) for FP32 logits; for BF16
+    logits log_softmax in BF16, because logsumexp is unstable there."""
     if logits.dtype in (torch.float32, torch.float64):
-        chosen = logits.gather(-1, tokens[:, None])[:, 0]
-        return chosen - torch.stack([row.logsumexp(-1) for row in logits])
-    rows = [row.log_softmax(-1).gather(-1, t[None])[0] for row, t in zip(logits, tokens, strict=True)]
-    return torch.stack(rows) if rows else logits.new_zeros(0)
+        return logits.gather(-1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
+    return logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
 
 
-BUILT_IN["trl"] = selective_log_softmax
+BUILT_IN: dict[str, LogProbabilities] = {"fp32": fp32_log_softmax, "trl": selective_log_softmax}
+DEFAULT = "fp32"
 
 
 def find_function(name: str) -> LogProbabilities:

@@ -1,0 +1,119 @@
+"""Two captures, traced: what an alignment starts from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from graphalign.align.composite import fold, rename
+from graphalign.align.regions import Regions, cut, stream_terms
+from graphalign.errors import BadInputError
+from graphalign.evaluate import trace_inference, trace_training
+from graphalign.evaluate.opaque import load_opaque_ops
+from graphalign.evaluate.returns import unwrap
+from graphalign.evaluate.values import Arithmetic, Layers
+from graphalign.ir.dataflow import Dataflow
+from graphalign.ir.inference import InferenceGraph
+from graphalign.ir.paths import layer_of
+from graphalign.ir.training import TrainingGraph
+from graphalign.ir.verify import verify_inference, verify_training
+
+SHALLOW = 12
+"""Most layers of a model whose check gives every layer values of its own. The cost of more would grow with their number."""
+
+
+@dataclass
+class Pair:
+    """Two captures, traced, with everything an evaluation needs."""
+
+    capture_i: InferenceGraph
+    capture_t: TrainingGraph
+    inference: trace_inference.Tracer
+    training: trace_training.Tracer
+    flow_i: Dataflow
+    flow_t: Dataflow
+    regions: Regions
+    unfolded: dict[str, str] = field(default_factory=dict)
+    """Modules that the engine runs as one op and that are no single anchor on the training side, with the reason."""
+    share: bool = True
+    """Whether equal work is done once, see `Arithmetic.share`."""
+    factors: dict[str, float] = field(default_factory=dict)
+    """Found by the alignment: experts whose routing weights the trainer multiplies by a constant and the engine their result, by name."""
+    shallow: int = SHALLOW
+    """Up to this many layers, every layer has values of its own in the check; in more layers they take turns."""
+
+    @property
+    def checked(self) -> Layers:
+        """How layers' values differ in the check."""
+        layers = {n for op in self.flow_t.ops if (n := layer_of(op.module)) is not None}
+        return "own" if len(layers) <= self.shallow else "turns"
+
+    def arithmetic(self, seed: int, *, rounds: bool = False, layers: Layers = "alike", shift: int = 0) -> Arithmetic:
+        """Values for one evaluation; positions are taken from the rows that the engine's tables record."""
+        tokens = self.capture_t.header.tokens
+        positions = choose_positions(self.capture_i, tokens, shift)
+        vocabulary = min(
+            (i.value.shape[0] for i in self.capture_t.inputs if i.kind == "parameter" and len(i.value.shape) == 2 and "embed" in i.name),
+            default=64,
+        )
+        ids = tuple((7 + 13 * shift + 11 * t) % vocabulary for t in range(tokens))
+        stream = stream_terms(self.flow_t, self.regions) if layers == "turns" else {}
+        return Arithmetic(seed, positions, ids, rounds, layers, stream, self.share, self.factors)
+
+
+def prepare(inference: InferenceGraph, training: TrainingGraph, rules: Path, *, share: bool = True, shallow: int = SHALLOW) -> Pair:
+    """Trace both captures and cut the training graph into regions. `share` and `shallow` are for tests, see `Pair`.
+
+    Raises:
+        BadInputError: the captures are of different models.
+    """
+    verify_inference(inference)
+    verify_training(training)
+    check_same_model(inference, training)
+    inference = rename(inference, training)
+    training = _learned_buffers(inference, training)
+    known = load_opaque_ops(rules)
+    inference = unwrap(inference, known)
+    ti = trace_inference.Tracer(inference, known)
+    flow_i = ti.run()
+    folded = fold(training, flow_i)
+    tt = trace_training.Tracer(folded.capture)
+    flow_t = tt.run()
+    return Pair(inference, folded.capture, ti, tt, flow_i, flow_t, cut(flow_t, flow_i), folded.failed, share, shallow=shallow)
+
+
+def _learned_buffers(inference: InferenceGraph, training: TrainingGraph) -> TrainingGraph:
+    """Buffers that checkpoints fill (and the engine therefore lists as learned) are parameters on both sides."""
+    filled = {s.checkpoint for p in inference.parameters if p.learned for s in p.segments}
+    inputs = tuple(i.model_copy(update={"kind": "parameter"}) if i.kind == "buffer" and i.name in filled else i for i in training.inputs)
+    return training if inputs == training.inputs else training.model_copy(update={"inputs": inputs})
+
+
+def check_same_model(inference: InferenceGraph, training: TrainingGraph) -> None:
+    """Refuse captures whose headers name different models."""
+    a, b = inference.header.model, training.header.model
+    for key in ("architecture", "layers", "max_position_embeddings"):
+        if a.get(key) and b.get(key) and a[key] != b[key]:
+            raise BadInputError(
+                f"these captures are of different models: {key} is {a[key]} in inference and {b[key]} in training",
+                hint="capture both sides from the same model folder, with the same --layers",
+            )
+
+
+def choose_positions(inference: InferenceGraph, tokens: int, shift: int) -> tuple[int, ...]:
+    """`tokens` positions spread over the whole range, all of them recorded rows of the engine's tables.
+
+    Tables of fewer rows (a scalar multiplier) are not indexed by position. `shift` picks another set, for the check.
+    """
+    rows: set[int] | None = None
+    for t in inference.tables:
+        if len(t.rows) >= tokens:
+            both = set(t.rows) if rows is None else rows & set(t.rows)
+            rows = both if len(both) >= tokens else rows
+    available = sorted(rows or [])
+    if len(available) < tokens:
+        top = int(inference.header.model.get("max_position_embeddings") or 2048)
+        available = sorted({min(top - 1, i) for i in range(tokens * 4)} | {top - 1})
+    usable = available[shift : len(available)] if len(available) - shift >= tokens else available
+    picked = [usable[round(i * (len(usable) - 1) / max(tokens - 1, 1))] for i in range(tokens)]
+    return tuple(picked)
