@@ -11,6 +11,7 @@ import pytest
 from graphalign.capture.inference import capture_inference
 from graphalign.engines.examples import resolve_model
 from graphalign.errors import CaptureFailedError
+from graphalign.ir.inference import TAIL
 
 pytestmark = pytest.mark.vllm
 
@@ -29,7 +30,12 @@ def test_a_capture_names_weights_modules_and_layers(qwen3: Path, tmp_path: Path)
     assert found.header.notes == ()
     assert found.header.model["layers"] == 2
     assert found.header.model["weights"] == "real"
-    (graph,) = found.graphs
+    graph, tail = found.graphs
+    assert tail.name == TAIL
+    (lm_head,) = [v["param"] for k in tail.kernels for n in k.nodes for _, v in n.args if isinstance(v, dict) and "param" in v]
+    assert lm_head == "lm_head.weight"
+    assert graph.outputs == ()
+    assert [e.name for e in graph.exports] == [TAIL]
     by_name = {p.name: p for p in found.parameters}
     merged = by_name["model.layers.1.self_attn.qkv_proj.weight"]
     assert [(s.checkpoint, s.start, s.length) for s in merged.segments] == [
