@@ -23,6 +23,7 @@ __all__ = ["Alignment", "Pair", "Progress", "align", "check_same_model", "choose
 
 Progress = Callable[[str, float | None], None]
 SEED = 20240917
+SCALED_OUTSIDE = "it is a multiple of what the engine's compiled graph returns; whether the engine scales it too is not in this capture"
 
 
 @dataclass
@@ -49,6 +50,8 @@ class Alignment:
     """Attention anchors whose query the trainer multiplies by a constant that the engine multiplies the scores by."""
     scaled: dict[int, float] = field(default_factory=dict)
     """Experts whose routing weights the trainer multiplies by a constant that the engine multiplies their result by."""
+    inlined: set[int] = field(default_factory=set)
+    """Tables of one number that every format holds exactly and no table of the engine does: they are in its code, if anywhere."""
     chance: float = 0.0
     """Measured share of unrelated values that match something in a region."""
     compared: int = 0
@@ -104,6 +107,10 @@ def _align(pair: Pair, progress: Progress | None, layers: Layers) -> Alignment:
             reverse[i].append(t)
     out.reverse = {k: tuple(v) for k, v in reverse.items()}
     _match_operands(out, run_t, run_i, join)
+    for op in flow_t.ops:
+        if op.kind == "table" and op.id not in out.partners and (number := native.get(op.key[0])) is not None and number.numel() == 1:
+            if torch.equal(number.bfloat16().double(), number.double()):
+                out.inlined.add(op.id)
     ids = {run_t.values[op.id].id for op in flow_t.ops if op.kind == "op" and op.id in run_t.values}
     out.chance = chance_rate([join.keys[i] for i in ids if i in join.keys])
     out.compared, out.arrays = join.compared, len(join.keys)
@@ -255,12 +262,18 @@ def _match_operands(out: Alignment, run_t: run_training.Run, run_i: run_inferenc
                     hit = pairs[0]
             if hit is not None:
                 out.outputs.append(((op.id, slot), hit))
+            elif pairs and a is not None and op.id in out.regions.tail and _multiple(a, run_i.operands.get(pairs[0])):
+                out.parted[op.id, slot] = SCALED_OUTSIDE
             elif pairs and a is not None:
                 out.parted[op.id, slot] = "its elements are not in the inference operand"
             elif a is None:
                 out.parted[op.id, slot] = "it could not be evaluated"
             else:
                 out.parted[op.id, slot] = "no inference op matches this anchor"
+
+
+def _multiple(a: torch.Tensor, b: torch.Tensor | None) -> bool:
+    return b is not None and _factor(a, b) is not None
 
 
 def _factor(a: torch.Tensor, b: torch.Tensor) -> float | None:

@@ -136,7 +136,7 @@ class Checker:
                     continue
                 both = (op.target == "attention", place(a), place(b))
                 if both not in known:
-                    known[both] = equal_share(in_layout(op, a), b)
+                    known[both] = equal_share(in_layout(op, a), unpadded(op, a, b))
                 share = known[both]
                 if share is None:
                     missing[key] = f"sizes differ: {a.numel()} and {b.numel()}"
@@ -150,7 +150,8 @@ class Checker:
         for key in keys:
             op = self.pair.flow_t.ops[key[0]]
             if op.target in ("gemm", "attention"):
-                a, b = in_layout(op, run.operands[key]), self.partner[key].reshape(-1)
+                a, b = run.operands[key], self.partner[key]
+                a, b = in_layout(op, a), unpadded(op, a, b).reshape(-1)
                 near = (a - b).abs() <= FAR * (b.abs() + b.square().mean().sqrt())
                 out[key] = 1.0 - float(near.double().mean())
         return out
@@ -166,6 +167,14 @@ def in_layout(op: Op, data: torch.Tensor) -> torch.Tensor:
     if op.target == "attention" and data.dim() == 4:
         data = data.transpose(1, 2)
     return data.reshape(-1)
+
+
+def unpadded(op: Op, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The engine's operand `b` without the zeros that fill its heads up, where those of the trainer's, `a`, are smaller."""
+    if op.target != "attention" or a.dim() != 4 or b.numel() <= a.numel() or b.numel() % (a.shape[1] * a.shape[2]):
+        return b
+    heads, size = b.reshape(a.shape[2], a.shape[1], -1), a.shape[3]
+    return b if bool(heads[..., size:].any()) else heads[..., :size].reshape(-1)
 
 
 def place(data: torch.Tensor) -> tuple[object, ...]:
@@ -251,8 +260,9 @@ def _effect(checker: Checker, base: run_training.Run, edit: Edit, behind: Behind
     for key in reached:
         op, b = checker.pair.flow_t.ops[key[0]], checker.partner[key]
         a = redo.operands.get(key)
-        share = equal_share(in_layout(op, a), b) if a is not None else None
-        shares.append((share, equal_share(in_layout(op, base.operands[key]), b)))
+        share = equal_share(in_layout(op, a), unpadded(op, a, b)) if a is not None else None
+        stays = base.operands[key]
+        shares.append((share, equal_share(in_layout(op, stays), unpadded(op, stays, b))))
     changes = any(a is not None and b is not None and a < b for a, b in shares)
     return Effect(tuple(shares), not changes and _is_exact(base, edit))
 

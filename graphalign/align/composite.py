@@ -34,14 +34,18 @@ def fold(capture: TrainingGraph, inference: Dataflow) -> Folded:
         inference: the traced inference side; its composite anchors name the modules in `detail["owner"]`.
     """
     composites = [op for op in inference.ops if op.kind == "anchor" and op.target == "composite"]
-    owners = {str(op.detail["owner"]): len(op.operands) if op.detail.get("own") else 0 for op in composites}
+    owners = {str(op.detail["owner"]): len(op.operands) if op.detail.get("own") or op.detail.get("whole") else 0 for op in composites}
+    own = {str(op.detail["owner"]) for op in composites if op.detail.get("own")}
     if not owners:
         return Folded(capture, {})
     failed: dict[str, str] = {}
     of_module: dict[str, list[int]] = {}
+    there = {node.module for node in capture.nodes}
+    places = {str(op.detail["owner"]): str(op.detail.get("module") or "") for op in composites}
+    places = {owner: module if owner in own and owner not in there and module in there else owner for owner, module in places.items()}
     for n, node in enumerate(capture.nodes):
-        for owner in owners:
-            if node.module == owner or (not owners[owner] and node.module.startswith(owner + ".")):
+        for owner, place in places.items():
+            if node.module == place or (owner not in own and node.module.startswith(place + ".")):
                 of_module.setdefault(owner, []).append(n)
                 break
     readers: dict[int, list[int]] = {}
@@ -61,9 +65,18 @@ def fold(capture: TrainingGraph, inference: Dataflow) -> Folded:
         if not inside:
             failed[owner] = "the trainer has no such module"
             continue
-        if owners[owner]:
+        if owner in own:
             inside = _own(capture, inside)
-        made = _composite(capture, owner, inside, readers, values, parameters, owners[owner])
+        made = _composite(capture, owner, inside, readers, values, parameters, owners[owner], owner in own)
+        if isinstance(made, str) and not owners[owner]:  # the checkpoint names no module of experts only: a router lies beside them
+            parts: dict[str, list[int]] = {}
+            for n in inside:
+                below = capture.nodes[n].module.removeprefix(owner).split(".")
+                parts.setdefault(below[1] if len(below) > 1 else "", []).append(n)
+            tried = [(part, _composite(capture, owner, part, readers, values, parameters, 0)) for name, part in parts.items() if name]
+            fits = [(part, node) for part, node in tried if isinstance(node, Node)]
+            if len(fits) == 1:
+                inside, made = fits[0]
         if isinstance(made, str):
             failed[owner] = made
             continue
@@ -81,10 +94,12 @@ def _composite(
     values: dict[int, Value],
     parameters: set[int],
     operands: int,
+    own: bool = False,
 ) -> Node | str:
     """One node for a module's nodes. Or why not.
 
-    Experts read hidden states, routing weights and expert numbers; a layer's own core reads `operands` activations. One value comes out.
+    Experts read hidden states, routing weights and expert numbers; a layer, or its own core, reads `operands` activations. One value comes
+    out.
     """
     if not inside:
         return "the module computes nothing of its own"
@@ -98,9 +113,13 @@ def _composite(
         return "its result is read before it ends"
     done = {"outputs": (values[left[0]],), "module": owner, "source": capture.nodes[inside[-1]].source}
     if operands:
+        if len(read) != operands and own:  # pieces of one projection are that projection
+            views = {o.id: x for x in capture.nodes if x.module == capture.nodes[inside[-1]].module and base(x.op) in TRANSPARENT
+                     for o in x.outputs if o is not None}  # fmt: skip
+            read = list(dict.fromkeys(_viewed(v, views) for v in read))
         if len(read) != operands:
-            return f"its own forward reads {len(read)} activations, the engine's op {operands}"
-        return Node(op=OP, args=tuple({"v": v} for v in read), kwargs={"own": True}, **done)
+            return f"{'its own forward' if own else 'it'} reads {len(read)} activations, the engine's op {operands}"
+        return Node(op=OP, args=tuple({"v": v} for v in read), kwargs={"own": True} if own else {}, **done)
     numbers = [v for v in read if values[v].dtype.startswith("int")]
     ids = numbers[0] if numbers else None
     size = _numel(values[ids]) if ids is not None else 0
@@ -109,6 +128,13 @@ def _composite(
     if ids is None or len(numbers) != 1 or len(weights) != 1 or len(hidden) != 1:
         return f"it reads {len(hidden)} activations, {len(weights)} routing weights and {len(numbers)} integer tensors, not one of each"
     return Node(op=OP, args=({"v": hidden[0]}, {"v": weights[0]}, {"v": ids}), kwargs={"routing": [1, 2]}, **done)
+
+
+def _viewed(value: int, views: dict[int, Node]) -> int:
+    """What a value is a view of."""
+    while value in views and len(reads := _reads(views[value])) == 1:
+        value = reads[0]
+    return value
 
 
 def _own(capture: TrainingGraph, inside: list[int]) -> list[int]:
@@ -140,7 +166,7 @@ def rename(inference: InferenceGraph, training: TrainingGraph) -> InferenceGraph
     Some Transformers 5 models load `block_sparse_moe.gate.weight` into `mlp.gate.weight`. A prefix is renamed if one unmatched
     parameter of the trainer, and only one, differs from an unmatched checkpoint name in the middle of its path alone.
     """
-    mine = {i.name for i in training.inputs if i.kind == "parameter"}
+    mine = {i.name for i in training.inputs if i.kind in ("parameter", "buffer")}
     theirs = {s.checkpoint for p in inference.parameters for s in p.segments}
     lost_mine, lost_theirs = sorted(mine - theirs), sorted(theirs - mine)
     if not lost_mine or not lost_theirs:
@@ -155,7 +181,7 @@ def rename(inference: InferenceGraph, training: TrainingGraph) -> InferenceGraph
     def new(name: str) -> str:
         if name in mine:
             return name
-        return next((b + name[len(a) :] for a, b in moves if name.startswith(a + ".")), name)
+        return next((b + name[len(a) :] for a, b in moves if name == a or name.startswith(a + ".")), name)
 
     def moved(p: Parameter) -> Parameter:
         segments = tuple(Segment(**{**s.model_dump(), "checkpoint": new(s.checkpoint)}) for s in p.segments)
@@ -167,6 +193,8 @@ def rename(inference: InferenceGraph, training: TrainingGraph) -> InferenceGraph
 def _moved(a: str, b: str) -> tuple[str, str] | None:
     """The prefixes by which two names differ if they begin and end alike, else None."""
     x, y = a.split("."), b.split(".")
+    if x[0] != y[0]:  # another name of the whole model
+        return (x[0], y[0]) if x[1:] == y[1:] and len(x) > 1 else None
     head = 0
     while head < min(len(x), len(y)) and x[head] == y[head]:
         head += 1
@@ -174,6 +202,10 @@ def _moved(a: str, b: str) -> tuple[str, str] | None:
     while tail < min(len(x), len(y)) - head and x[-1 - tail] == y[-1 - tail]:
         tail += 1
     middle_x, middle_y = x[head : len(x) - tail], y[head : len(y) - tail]
-    if tail < 2 or not head or not middle_x or not middle_y or any(t.isdigit() for t in middle_x + middle_y):
+    if not tail or not head or any(t.isdigit() for t in middle_x + middle_y):
+        return None
+    if bool(middle_x) != bool(middle_y) and any(t.isdigit() for t in x[:head]):  # a level more or less, within a layer
+        return a, b
+    if tail < 2 or not middle_x:
         return None
     return ".".join(x[: len(x) - tail]), ".".join(y[: len(y) - tail])

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from graphalign.align.align import Alignment
+from graphalign.evaluate.aten import base
 from graphalign.ir.dataflow import Dataflow, Ref
 from graphalign.ir.paths import layer_of
 
+PICKS = frozenset({"where", "masked_fill", "relu", "abs", "maximum", "minimum", "clamp", "clamp_min", "clamp_max"})
+"""Ops that give one of their operands' elements in each place, or a constant, monotonically: rounding commutes with them."""
 Verdict = Literal["agree", "keep", "round", "undetermined", "conflicting", "unpatchable", "unplaced"]
 
 
@@ -75,6 +78,7 @@ class _Comparer:
             for slot, operand in enumerate(op.operands):
                 for ref in dict.fromkeys(operand):
                     self.out.findings.append(self._judge(op.id, slot, ref))
+        self._settle_selections()
         self._classify_inference()
         return self.out
 
@@ -99,6 +103,8 @@ class _Comparer:
         component = component if component is not None else (self.component.get(producer) if not starts else None)
         if component is not None:
             return self._judge_inside(component, consumer, slot, ref)
+        if ends and producer in self.al.inlined:
+            return finding("agree", (), "the engine has this number in its code, and no rounding changes it")
         if not ends or not starts:
             return finding("unplaced", None, "its ends have no partner on the inference side")
         paths = [p for i, slots in ends for p in self._paths(i, slots, starts)]
@@ -173,6 +179,20 @@ class _Comparer:
             if op.kind == "op" and not self.al.reverse.get(op.id):
                 todo += [(r, inner + ref.roundings, via) for operand in op.operands for r in operand]
         return list(found)
+
+    def _settle_selections(self) -> None:
+        """Rounding what an op selects from and rounding what it selected are the same, if every reader gets the latter."""
+        leaving: dict[int, list[Finding]] = {}
+        for f in self.out.findings:
+            leaving.setdefault(f.producer, []).append(f)
+        why = "it is only selected here, and rounded to the same format right behind"
+
+        def settled(f: Finding) -> bool:
+            behind = leaving.get(f.consumer, ())
+            agreed = all(g.verdict == "agree" and g.training == g.inference == f.training for g in behind)
+            return f.verdict == "keep" and base(self.t.ops[f.consumer].target) in PICKS and bool(behind) and agreed
+
+        self.out.findings = [replace(f, verdict="agree", reason=why) if settled(f) else f for f in self.out.findings]
 
     # -- values without a partner ----------------------------------------------------------------------------------------
 

@@ -9,6 +9,8 @@ from graphalign.align.composite import fold, rename
 from graphalign.align.regions import Regions, cut, stream_terms
 from graphalign.errors import BadInputError
 from graphalign.evaluate import trace_inference, trace_training
+from graphalign.evaluate.aten import ATTENTIONS, base
+from graphalign.evaluate.identity import anchor_name
 from graphalign.evaluate.opaque import load_opaque_ops
 from graphalign.evaluate.returns import unwrap
 from graphalign.evaluate.values import Arithmetic, Layers
@@ -18,6 +20,8 @@ from graphalign.ir.paths import layer_of
 from graphalign.ir.training import TrainingGraph
 from graphalign.ir.verify import verify_inference, verify_training
 
+HEADS_FIRST = 4
+"""Dimensions of what an attention of the trainer returns: batch, heads and tokens in one order or the other, size."""
 SHALLOW = 12
 """Most layers of a model whose check gives every layer values of its own. The cost of more would grow with their number."""
 
@@ -58,7 +62,19 @@ class Pair:
         )
         ids = tuple((7 + 13 * shift + 11 * t) % vocabulary for t in range(tokens))
         stream = stream_terms(self.flow_t, self.regions) if layers == "turns" else {}
-        return Arithmetic(seed, positions, ids, rounds, layers, stream, self.share, self.factors)
+        return Arithmetic(seed, positions, ids, rounds, layers, stream, self.share, self.factors, self._heads())
+
+    def _heads(self) -> dict[str, tuple[int, int]]:
+        """Number and size of the heads that every attention of the trainer returns, by the anchor's name."""
+        found: dict[str, tuple[int, int]] = {}
+        for op in self.flow_t.ops:
+            if op.target != "attention":
+                continue
+            node = self.capture_t.nodes[op.detail["node"]]
+            shape = tuple(node.outputs[0].shape) if node.outputs and node.outputs[0] is not None else ()
+            if len(shape) == HEADS_FIRST:
+                found[anchor_name(op.key)] = (shape[1] if base(node.op) in ATTENTIONS else shape[2], shape[3])
+        return found
 
 
 def prepare(inference: InferenceGraph, training: TrainingGraph, rules: Path, *, share: bool = True, shallow: int = SHALLOW) -> Pair:

@@ -46,6 +46,8 @@ class OpaqueOp(BaseModel):
     weights: tuple[str, ...] = ()
     """Composites: arguments whose checkpoint tensors name the trainer's module. With `layer` instead, the counterpart is what that
     layer's own forward computes, its submodules left out; operands are then compared token by token, in any order of elements."""
+    whole: bool = False
+    """Composites with `layer`: its submodules are in, and operands are compared as they are."""
     routing: tuple[str, ...] = ()
     """Composites of experts: routing weights and expert numbers among `operands`; a token's experts are compared in any order."""
     out: str = ""

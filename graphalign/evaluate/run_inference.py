@@ -60,7 +60,9 @@ class Run:
         passed = graph.passed()
         self.g, self.buffers, self.inputs = g, {b.name: b for b in (*passed, *graph.buffers)}, {i.name: i for i in graph.inputs}
         self.env: dict[str, int] = dict(graph.symbols)
-        if graph.tokens:
+        if graph.tokens:  # another symbol of the same size counts tokens too: Dynamo does not know that they are equal
+            count = graph.symbols.get(graph.tokens)
+            self.env.update({s: self.arithmetic.tokens for s, n in graph.symbols.items() if n == count})
             self.env[graph.tokens] = self.arithmetic.tokens
         for i in graph.inputs:
             if i.role == "symbol":
@@ -310,7 +312,15 @@ class Run:
             if shape and sum(length for *_, length in segments) == shape[-1]:
                 key = ("merged", tuple(p.id for p in parts))
                 return self.arithmetic.intern(key) or self.arithmetic.put(key, torch.cat([p.data for p in parts], -1))
-        return self.arithmetic.anchor(anchor_name(op.key), shape, op.dtype)
+        name = anchor_name(op.key)
+        heads, size = self.arithmetic.heads.get(name, (0, 0))
+        whole = torch.Size(shape).numel()
+        rows = self.arithmetic.tokens * heads
+        if rows and whole > rows * size and whole % rows == 0:  # values filled up with zeros to the size of the keys
+            real = self.arithmetic.anchor(name, (self.arithmetic.tokens, heads, size), op.dtype)
+            filled = torch.nn.functional.pad(real.data, (0, whole // rows - size)).reshape(shape)
+            return self.arithmetic.intern(("filled up", real.id, shape)) or self.arithmetic.put(("filled up", real.id, shape), filled)
+        return self.arithmetic.anchor(name, shape, op.dtype)
 
     # -- loops ----------------------------------------------------------------------------------------------------------
 

@@ -189,7 +189,9 @@ class Run:
         if self._cast_of_table(v):
             return self._transparent(v, self.node_of[v], self.value, rounds=True)
         data = self.constants[v]
-        return self.arithmetic.settle(data.double() if data.is_floating_point() else data)
+        return self.arithmetic.settle(
+            data.double() if data.is_floating_point() else data.to(torch.complex128) if data.is_complex() else data
+        )
 
     def _cast_of_table(self, v: int) -> bool:
         """Whether a constant is a cast or view of a table, not a table itself."""
@@ -314,6 +316,9 @@ def native_constants(capture: TrainingGraph, tracer: Tracer, arithmetic: Arithme
         Value id to tensor.
     """
     env: dict[int, torch.Tensor] = {}
+    known = {i.value.id: i.value for i in capture.inputs}
+    for node in capture.nodes:
+        known.update((o.id, o) for o in node.outputs if o is not None)
     for i in capture.inputs:
         if i.kind == "input":
             ids = arithmetic.positions if "position" in i.name else arithmetic.token_ids
@@ -327,16 +332,18 @@ def native_constants(capture: TrainingGraph, tracer: Tracer, arithmetic: Arithme
         if not outs or not all(o.id in tracer.constant for o in outs):
             continue
         tensors = [*references(node.args, "v"), *(v for a in node.kwargs.values() for v in references(a, "v"))]
-        if not all(v in env for v in tensors):
+        factory = aten.base(node.op) in aten.FACTORIES  # reads no more than shapes and dtypes
+        if not all(v in env or (factory and torch.Size(known[v].shape).numel() <= aten.MAX_ELEMENTS) for v in tensors):
             continue
+        given = [env[v] if v in env else torch.zeros(known[v].shape, dtype=getattr(torch, known[v].dtype)) for v in tensors]
         try:
-            result = call(node, [env[v] for v in tensors], native=True)
+            result = call(node, given, native=True)
         except UnsupportedOpError:
             continue
         results = result if isinstance(result, tuple | list) else [result]
         for o, x in zip(node.outputs, results, strict=False):
             if o is not None and isinstance(x, torch.Tensor):
-                env[o.id] = x
+                env[o.id] = torch.zeros_like(x) if "empty" in aten.base(node.op) else x
     return env
 
 

@@ -287,7 +287,12 @@ class Tracer:
             owner = layer or owner_of([s.checkpoint for p in weights for s in p.segments])
             key = ("composite", *self._number((owner or node.name,)))
             routing = tuple(rule.operands.index(r) for r in rule.routing if r in rule.operands)
-            detail = {"owner": owner, "layer": owner, "routing": routing, "own": layer is not None}
+            if rule.whole:  # by its parameters, because engines rename modules
+                below = [s.checkpoint for p in self.capture.parameters if p.name.startswith(f"{node.module}.") for s in p.segments]
+                owner = owner_of(below) or owner
+                key = ("composite", *self._number((owner or node.name,)))
+            own = layer is not None and not rule.whole
+            detail = {"owner": owner, "layer": layer or owner, "routing": routing, "own": own, "whole": rule.whole, "module": node.module}
         else:
             operands = tuple(edges(a) for a in rule.operands)
             attending = self._layer(args.get(rule.layer))
@@ -302,6 +307,8 @@ class Tracer:
 
     def _layer(self, arg: Any) -> str | None:
         """The layer that an argument names, itself or through a graph input."""
+        if isinstance(arg, str):
+            return arg or None
         if not isinstance(arg, dict):
             return None
         if "b" in arg and arg["b"] in self.inputs:

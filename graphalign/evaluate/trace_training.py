@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from graphalign.evaluate.aten import ATTENTIONS, MATMULS, TRANSPARENT, base
+from graphalign.evaluate.aten import ATTENTIONS, FACTORIES, MATMULS, TRANSPARENT, base
 from graphalign.evaluate.identity import nearest_anchors
 from graphalign.ir.args import references
 from graphalign.ir.dataflow import Dataflow, Op, Operand, Ref, selected_format
@@ -81,9 +81,13 @@ class Tracer:
         """Edges that a reader of a value gets; a constant becomes a table producer when the first reader comes."""
         if value in self.refs:
             return self.refs[value]
-        if value not in self.constant:
+        if value not in self.constant or self._undefined(value):
             return ()
         return self._table(value)
+
+    def _undefined(self, value: int) -> bool:
+        """Whether nothing was written there yet."""
+        return value in self.origin and base(self.capture.nodes[self.origin[value]].op) in ("empty", "new_empty", "empty_like")
 
     def _table(self, value: int) -> Operand:
         # walk back through casts and views of the constant to what was computed; the casts are the edge's roundings
@@ -119,7 +123,7 @@ class Tracer:
             self.dtype[o.id] = o.dtype
             self.numel[o.id] = math.prod(o.shape)
             self.origin[o.id] = n
-        if not node.op.startswith("graphalign.") and all(v in self.constant for v in tensors):
+        if not node.op.startswith("graphalign.") and (name in FACTORIES or all(v in self.constant for v in tensors)):
             self.constant.update(o.id for o in outs)
             return
         if node.op == "graphalign.attention" or name in ATTENTIONS:
@@ -130,7 +134,7 @@ class Tracer:
             self._composite(n, node, outs)
         elif name in MATMULS:
             self._matmul(n, node, outs, name)
-        elif name in TRANSPARENT or self._overwrites(name, tensors):
+        elif name in TRANSPARENT or name == "as_strided_scatter":
             self._transparent(node, outs, tensors)
         elif is_identity(name, node):
             first = next(iter(references(node.args, "v")))
@@ -199,7 +203,7 @@ class Tracer:
         name = base(node.op)
         if name in ("embedding", "index_select", "gather"):
             tensors = tensors[:1]
-        elif name in ("copy", "as_strided_scatter"):
+        elif name == "copy" or self._overwrites(name, tensors):
             tensors = list(references(node.args, "v"))[1:2]
         merged: dict[Ref, None] = {}
         for v in tensors:

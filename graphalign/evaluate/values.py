@@ -106,6 +106,8 @@ class Arithmetic:
     """Whether equal work is done once. Without, results are the same and take longer; for tests."""
     factors: Mapping[str, float] = field(default_factory=dict)
     """Anchors whose output the trainer has multiplied by a constant that the engine multiplies it by later, by name."""
+    heads: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Attention anchors to the number and size of the heads that the trainer's returns; the engine may fill heads up with zeros."""
     _memo: dict[object, Val] = field(default_factory=dict)
     _contents: dict[object, list[Val]] = field(default_factory=dict)
     _issued: Iterator[int] = field(default_factory=lambda: itertools.count(1))
@@ -185,6 +187,8 @@ class Arithmetic:
 
 def _bits(data: torch.Tensor) -> torch.Tensor:
     """Content as integers: unlike numbers, NaN equals NaN and 0 differs from -0."""
+    if data.is_complex():
+        data = torch.view_as_real(data)
     return data.contiguous().view(torch.int64) if data.dtype == torch.float64 else data
 
 

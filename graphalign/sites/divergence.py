@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from graphalign.align.align import Alignment
+from graphalign.align.align import SCALED_OUTSIDE, Alignment
 from graphalign.align.anchors import Difference, downstream
 from graphalign.align.check import Check
 from graphalign.align.edges import Comparison
@@ -110,6 +110,11 @@ class _Finder:
         behind = downstream(self.al, {d.op for d in differences})
         for (anchor, slot), why in self.al.parted.items():
             if anchor in self.al.regions.tail and self.t.ops[anchor].kind == "output":
+                continue
+            if self.t.ops[anchor].target == "logprobs" and not self.al.partners.get(anchor):
+                continue  # an inference capture without the tail
+            if why == SCALED_OUTSIDE:
+                opaque.append(Parting(self.t.ops[anchor], self.t.ops[anchor].target, why))
                 continue
             culprit, reason = self._first(anchor, slot, why)
             if reason is None or culprit.id in behind:

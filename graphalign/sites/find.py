@@ -14,6 +14,7 @@ from graphalign.align.align import Alignment, Pair, Progress, align, prepare
 from graphalign.align.anchors import compare_anchors
 from graphalign.align.check import EXACT, Check, Confirmation, Edit, check
 from graphalign.align.edges import Comparison, Finding, compare
+from graphalign.evaluate.aten import FACTORIES, base
 from graphalign.ir.collector import paused
 from graphalign.ir.dataflow import Op
 from graphalign.ir.inference import InferenceGraph
@@ -176,7 +177,7 @@ class _Builder:
             if confirmation is not None and confirmation.ok:
                 same[key].append(f)
             else:
-                unseen.append((key, f, _why_refused(confirmation)))
+                unseen.append((key, f, _why_refused(confirmation, bool(self.divergence.semantic or self.divergence.opaque))))
         for key, f, why in unseen:  # one number, as of an activation's learned slope, may round to itself in some layers
             if key in same and self._elements(f.producer) <= FEW:
                 same[key].append(f)
@@ -319,9 +320,10 @@ class _Builder:
         """What could not be placed. What the engine runs as an opaque op is one entry per module."""
         inside = self.divergence.inside
         rest = [(s, i, why) for (s, i), why in self.comparison.leftover.items() if s != "training" or i not in inside]
-        modules: dict[tuple[str, str], list[Op]] = defaultdict(list)
+        modules: dict[tuple[str, str, str], list[Op]] = defaultdict(list)
         for i, target in inside.items():
-            modules[pattern_of(self.t.ops[i].module), target].append(self.t.ops[i])
+            op = self.t.ops[i]
+            modules[pattern_of(op.module), target, self._why_opaque(op)].append(op)
         return (
             self._entries(rest)
             + tuple(
@@ -332,13 +334,19 @@ class _Builder:
                     layers=_layers(ops),
                     count=len(ops),
                     names=tuple(o.name for o in ops[:8]),
-                    reason="opaque: the engine runs this module's ops as one, which no rule in rules/ops describes",
+                    reason=why,
                 )
-                for (module, target), ops in modules.items()
+                for (module, target, why), ops in modules.items()
             )
             + self._partings(tuple(p for p in self.divergence.opaque if p.op.id not in inside))
             + self._unplaced()
         )
+
+    def _why_opaque(self, op: Op) -> str:
+        for module, why in self.pair.unfolded.items():
+            if op.module == module or op.module.startswith(module + "."):
+                return f"the engine runs {pattern_of(module)} as one op, and the trainer's module cannot be taken as one: {why}"
+        return "opaque: the engine runs this module's ops as one, which no rule in rules/ops describes"
 
     def _partings(self, partings: tuple[Parting, ...]) -> tuple[Entry, ...]:
         """Equal partings of different layers become one entry."""
@@ -362,7 +370,7 @@ class _Builder:
         return tuple(
             f"table {self.t.ops[m.op].name} differs from every table of the engine (best: {m.worst:.1f} units in the last place)"
             for m in self.al.tables
-            if not m.name
+            if not m.name and m.op not in self.al.inlined and base(self.t.ops[m.op].target) not in FACTORIES
         )
 
     # -- numbers and nodes -----------------------------------------------------------------------------------------------------
@@ -397,7 +405,8 @@ def _layers(ops: list[Op]) -> tuple[int, ...]:
     return tuple(sorted({n for o in ops if (n := layer_of(o.module)) is not None}))
 
 
-def _why_refused(confirmation: Confirmation | None) -> str:
+def _why_refused(confirmation: Confirmation | None, parted: bool) -> str:
     if confirmation is None or not confirmation.predicted:
         return "no anchor operand behind it could be compared"
-    return "leaving it out changes nothing the engine's anchors read"
+    why = "leaving it out changes nothing the engine's anchors read"
+    return f"{why}, as far as that shows in a model whose sides part elsewhere" if parted else why

@@ -25,12 +25,18 @@ COMPLETE = {
     "mixtral": {"norm_weight": 11, "residual_rmsnorm": 20, "residual_stream": 9, "rope": 20},
     "glm4": {"norm_weight": 21, "post_norm": 10, "residual_rmsnorm": 20, "residual_stream": 9, "rope": 20, "swiglu": 5},
     "exaone4": {"norm_weight": 21, "post_norm": 10, "residual_rmsnorm": 2, "rope": 32, "swiglu": 5},
+    "apertus": {"norm_weight": 17, "residual_rmsnorm": 16, "residual_stream": 7, "rope": 32, "xielu": 32},
+    "lfm2": {"norm_weight": 13, "residual_rmsnorm": 16, "residual_stream": 7, "rope": 16, "swiglu": 4},
+    "ernie45_dense": {"norm_weight": 9, "residual_rmsnorm": 16, "residual_stream": 7, "swiglu": 4},
+    "exaone_moe": {"norm_weight": 17, "residual_rmsnorm": 16, "residual_stream": 10, "rope": 24, "router_logits": 3, "swiglu": 4},
+    "nemotron_h": {"anchor_into_mul": 2, "residual_rmsnorm": 8, "residual_stream": 3},
 }
 """Every region aligned, every operand reproduced."""
 CONFLICTING = {
     "gpt2": {"embedding_sum": 2, "gelu": 30, "residual_layernorm": 7, "residual_stream": 6},
     "stablelm": {"residual_layernorm": 8, "residual_stream": 7, "rope": 20, "swiglu": 5},
     "nemotron": {"norm_weight": 11, "residual_layernorm": 8, "residual_stream": 7, "rope": 20},
+    "olmo": {"residual_layernorm": 6, "residual_stream": 5, "rope": 8, "swiglu": 4},
 }
 """One layer's LayerNorm reads its input unrounded for the statistics and rounded for the rest, on the engine's side."""
 ROUTED = {
@@ -48,6 +54,32 @@ ROUTED = {
         },
         4,
     ),
+    "granite_shared": (
+        {
+            "add_into_mul": 4,
+            "embedding_scale": 3,
+            "norm_weight": 9,
+            "residual_rmsnorm": 13,
+            "residual_scale": 8,
+            "residual_stream": 5,
+            "rope": 16,
+            "swiglu": 4,
+        },
+        4,
+    ),
+    "granite_hybrid": (
+        {
+            "add_into_mul": 4,
+            "anchor_into_mul": 2,
+            "embedding_scale": 3,
+            "norm_weight": 9,
+            "residual_rmsnorm": 13,
+            "residual_scale": 8,
+            "residual_stream": 5,
+            "swiglu": 4,
+        },
+        4,
+    ),
 }
 """The fused experts read unrounded routing weights: true, and nothing that a pointwise patch can remove. Groups and layers."""
 OUTSIDE_TABLES = {
@@ -56,6 +88,15 @@ OUTSIDE_TABLES = {
     "gpt_neox": ({"residual_layernorm": 5, "residual_stream": 7, "rope": 20}, {"conflicting": 1, "unpatchable": 20}),
     "starcoder2": ({"residual_layernorm": 8, "residual_stream": 7, "rope": 20}, {"conflicting": 1, "unpatchable": 20}),
     "gpt_oss": ({"residual_rmsnorm": 16, "residual_stream": 7, "rope": 32}, {"unpatchable": 36}),
+    "helium": ({"residual_rmsnorm": 13, "residual_stream": 5, "rope": 16, "swiglu": 4}, {"unpatchable": 16}),
+    "hunyuan": ({"norm_weight": 17, "residual_rmsnorm": 13, "residual_stream": 5, "rope": 32, "swiglu": 4}, {"unpatchable": 16}),
+    "seed_oss": ({"norm_weight": 9, "residual_rmsnorm": 13, "residual_stream": 5, "rope": 16, "swiglu": 4}, {"unpatchable": 16}),
+    "jais2": ({"residual_layernorm": 6, "residual_stream": 5, "rope": 16}, {"conflicting": 1, "unpatchable": 16}),
+    "persimmon": ({"residual_layernorm": 6, "residual_stream": 5, "rope": 16}, {"conflicting": 1, "unpatchable": 16}),
+    "nanochat": (
+        {"mul_into_pow": 1, "post_norm": 1, "residual_rmsnorm": 13, "residual_stream": 5, "rope": 32},
+        {"undetermined": 1, "unpatchable": 16},
+    ),
 }
 """The engine reads cos and sin unrounded, the trainer's rotary module rounds them before the layers: no patch of a layer removes that."""
 LISTS = ("leftovers", "undetermined", "conflicting", "unpatchable", "semantic")
@@ -139,3 +180,89 @@ def test_attention_computed_op_by_op_is_not_semantic() -> None:
     found = report("falcon")
     assert found.semantic == ()
     assert any("op by op" in e.reason for e in found.leftovers)
+
+
+def test_experts_scaled_behind_or_before_are_the_same_function() -> None:
+    """GLM 4 MoE: the trainer multiplies the routing weights by 2.5, the engine the experts' result."""
+    found = report("glm4_moe")
+    assert counts(found) == {
+        "gemm_input": 3,
+        "norm_weight": 17,
+        "residual_rmsnorm": 16,
+        "residual_stream": 10,
+        "rope": 32,
+        "swiglu": 4,
+    }
+    assert failures("glm4_moe") == {"unpatchable": 3}
+    assert "the trainer scales the routing weights, the engine the experts' result" in found.unpatchable[0].reason
+    assert found.stats["check"]["equal_with_sites"] == 1.0
+
+
+def test_routing_that_rounds_a_step_of_its_own_is_undetermined() -> None:
+    """Qwen2 MoE: the engine's softmax over the chosen experts goes through a log-sum-exp in BF16."""
+    found = report("qwen2_moe")
+    assert failures("qwen2_moe") == {"undetermined": 4, "unpatchable": 4}
+    assert "takes other steps here and rounds one of them to bfloat16" in found.undetermined[0].reason
+    assert counts(found)["residual_scale"] == 4
+
+
+def test_a_clamp_that_the_engine_drops_is_named() -> None:
+    """OLMoE: vLLM 0.32 does not read `clip_qkv`."""
+    found = report("olmoe")
+    assert {e.what for e in found.semantic} == {"aten.clamp_.default"}
+    assert sum(e.count for e in found.semantic) == 12
+    assert set(counts(found)) == {"norm_weight", "residual_rmsnorm", "residual_stream"}
+
+
+def test_a_parameter_that_the_engine_does_not_read_is_named() -> None:
+    """ERNIE 4.5 MoE: vLLM 0.32's router on CPU chooses experts without the correction bias."""
+    found = report("ernie45_moe")
+    assert [(e.what, e.count) for e in found.semantic] == [("aten.add.Tensor", 3)]
+    assert "e_score_correction_bias, which the engine's graph does not read" in found.semantic[0].reason
+
+
+def test_another_epsilon_in_one_norm_is_named_and_filled_up_values_are_not() -> None:
+    """MiniCPM 3: the latents' norms have Transformers' default epsilon; the engine fills the values up to the keys' size."""
+    found = report("minicpm3")
+    assert {e.where.split()[0] for e in found.semantic} == {
+        "model.layers.*.self_attn.q_a_layernorm",
+        "model.layers.*.self_attn.kv_a_layernorm",
+    }
+    assert all("variance + self.variance_epsilon" in e.where for e in found.semantic)
+    assert counts(found)["rope"] == 16
+    assert not any("attention" in e.what or "o_proj" in e.where for e in (*found.leftovers, *found.undetermined))
+    assert any("whether the engine scales it too is not in this capture" in e.reason for e in found.leftovers)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
+def test_latent_attention_is_opaque(name: str) -> None:
+    found = report(name)
+    assert found.semantic == ()
+    assert any("vllm.unified_mla_attention_with_output.default" in e.reason for e in found.leftovers)
+    assert counts(found)["router_logits"] == 3
+    assert counts(found)["swiglu"] == 4
+    assert "rope" not in counts(found)
+
+
+def test_what_the_engine_holds_wider_is_unpatchable() -> None:
+    """AFMoE: gated attention, sandwich norms; router and its bias are FP32 in the engine only."""
+    found = report("afmoe")
+    assert counts(found) == {
+        "add_into_mul": 3,
+        "add_into_pow": 3,
+        "embedding_scale": 3,
+        "gate": 4,
+        "post_norm": 8,
+        "residual_rmsnorm": 16,
+        "residual_stream": 7,
+        "rope": 16,
+        "swiglu": 4,
+    }
+    assert failures("afmoe") == {"unpatchable": 9}
+    assert any("the engine holds this parameter in a wider format" in e.reason for e in found.unpatchable)
+
+
+def test_a_soft_cap_on_the_transformers_backend_is_named_too() -> None:
+    found = report("vaultgemma")
+    assert failures("vaultgemma") == {"unpatchable": 16, "semantic": 4}
+    assert found.semantic[0].what == "attention soft-cap"
