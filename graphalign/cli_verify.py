@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +16,7 @@ from graphalign.errors import BadInputError
 if TYPE_CHECKING:
     from graphalign.capture.rollouts import Rollouts
     from graphalign.ir.inference import InferenceGraph
+    from graphalign.patch.spec import PatchSpec
 
 EMULATE = {"inductor_compile_config": {"emulate_precision_casts": True}}
 
@@ -43,7 +45,8 @@ def verify(
     ] = True,
     emulate: Annotated[bool, typer.Option("--engine-emulate-casts", help="Also run an engine that rounds where the source does.")] = False,
     logprobs: Annotated[
-        str | None, typer.Option(metavar="PKG.MODULE:FUNCTION", help="The trainer's own log-probabilities: (logits, tokens) to [tokens].")
+        str | None,
+        typer.Option(metavar="NAME", help="The trainer's own log-probabilities: fp32, trl, or PKG.MODULE:FUNCTION of (logits, tokens)."),
     ] = None,
     resamples: Annotated[int, typer.Option(min=100, metavar="N", help="Bootstrap resamples.")] = 2000,
     layers: Layers = None,
@@ -86,7 +89,10 @@ def verify(
         folder = resolve_model(model)
         if not has_weights(folder):
             raise BadInputError("the model has no weights: both sides would draw their own", where=str(folder), hint="give a checkpoint")
+        if spec is not None:
+            _refuse_other_model(spec, folder, layers)
         asked = read_prompts(prompts or rules_dir(None) / "prompts" / "prompts.jsonl", folder, limit=limit)
+        source = asked.source if prompts else f"{len(asked.ids)} built-in prompts"
         request = _Request(folder, out, asked.ids, numbers, samples, max_tokens, ignore_eos, vllm_python, arguments, layers, timeout, rules)
         stages.start("engine")
         inference, rollouts = request.run("engine", stages)
@@ -94,13 +100,29 @@ def verify(
             _same_target(spec, inference.header.target)
         notes = [asked.note] if asked.note else []
         report, page_data = _measure(
-            stages, model, folder, out, spec, inference, rollouts, request, asked.source, notes, function, attribution, resamples, emulate
+            stages, model, folder, out, spec, inference, rollouts, request, source, notes, function, attribution, resamples, emulate
         )
         stages.start("write")("verify.json, verify.html")
         write_json(out / "verify.json", report, indent=1)
         write_bytes(out / "verify.html", render_gap_page(report, *page_data).encode())
     render_gap(report, console.output())
     print(f"wrote {out / 'verify.json'} and {out / 'verify.html'}")
+
+
+def _refuse_other_model(spec: PatchSpec, folder: Path, layers: int | None) -> None:
+    """Refuse a patch of another model before an engine is started."""
+    from graphalign.engines.trainer import load_config, quiet, truncate
+    from graphalign.ir.config import config_digest
+
+    with quiet():
+        config = load_config(folder)
+        truncate(config, layers)
+    if (made := spec.model.get("config_digest")) and made != config_digest(config):
+        text = config.get_text_config()
+        theirs = f"{spec.model.get('architecture')}, {spec.model.get('layers')} layers"
+        where = f"the patch: {theirs}; the model: {getattr(text, 'num_hidden_layers', '?')} layers"
+        hint = "make a patch for this model with `graphalign find`"
+        raise BadInputError("the patch is for a model with another config", where=where, hint=hint)
 
 
 class _Request:
@@ -142,6 +164,8 @@ class _Request:
             except (CaptureFileError, GapInputError):
                 pass  # damaged since: run again
         mark.unlink(missing_ok=True)
+        for left in self.out.glob("graphalign-*"):  # of a run that was killed
+            shutil.rmtree(left, ignore_errors=True)
         found = generate(
             self.folder, capture, file, self.prompts, seeds=self.seeds, samples=self.samples, max_tokens=self.max_tokens,
             ignore_eos=self.ignore_eos, values={"tokens": tokens, "out": self.values(name), "gemms": gemms}, python=self.python,

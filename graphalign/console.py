@@ -24,6 +24,8 @@ EXTRAS = {"vllm": "vLLM", "transformers": "Transformers", "accelerate": "Acceler
 """Packages that only the extras install, with their names in words."""
 
 
+QUIET = 30.0
+"""Seconds between lines of one stage that does not go to a terminal."""
 PIPED = 120
 """Columns of output that does not go to a terminal."""
 
@@ -55,6 +57,7 @@ class Stages:
         """Wall-clock seconds per job."""
         self._stage = ""
         self._task: TaskID | None = None
+        self._said = time.monotonic()
         self._started = time.monotonic()
         self._bars: Progress | None = None
         if self.console.is_terminal:
@@ -87,14 +90,25 @@ class Stages:
         """A stage has begun, or is `fraction` (0 to 1, None if unknown) done."""
         name = f"{self.job}: {stage}" if self.job else stage
         if name != self._stage:
+            self._said = time.monotonic()
             self._close_stage()
             self._stage = name
             if self._bars:
                 self._task = self._bars.add_task(escape(name), total=None)
             else:
                 self.console.print(name, markup=False, highlight=False)
+        if self._bars is None and fraction is not None and self._due(fraction):
+            self.console.print(f"{name}: {fraction:.0%}", markup=False, highlight=False)
         if self._bars and self._task is not None and fraction is not None:
             self._bars.update(self._task, total=1.0, completed=min(max(fraction, 0.0), 1.0))
+
+    def _due(self, fraction: float) -> bool:
+        """Off a terminal, a stage that takes long says how far it is, every `QUIET` seconds."""
+        now = time.monotonic()
+        if now - self._said < QUIET or fraction <= 0:
+            return False
+        self._said = now
+        return True
 
     def _close_stage(self) -> None:
         if self._bars and self._task is not None:
@@ -105,7 +119,7 @@ class Stages:
     def _close_job(self) -> None:
         self._close_stage()
         if self.job:
-            self.seconds[self.job] = time.monotonic() - self._started
+            self.seconds[self.job] = self.seconds.get(self.job, 0.0) + time.monotonic() - self._started
         self.job = ""
 
 

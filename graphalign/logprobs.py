@@ -31,6 +31,7 @@ def selective_log_softmax(logits: torch.Tensor, tokens: torch.Tensor) -> torch.T
 
 BUILT_IN: dict[str, LogProbabilities] = {"fp32": fp32_log_softmax, "trl": selective_log_softmax}
 DEFAULT = "fp32"
+FORM = "it takes logits [tokens, vocabulary] and token ids [tokens], and returns log-probabilities [tokens]"
 
 
 def find_function(name: str) -> LogProbabilities:
@@ -55,5 +56,37 @@ def find_function(name: str) -> LogProbabilities:
     finally:
         sys.path.remove(os.getcwd())
     if not callable(found):
-        raise BadInputError(f"--logprobs {name} is not a function", where="--logprobs")
+        raise BadInputError(f"--logprobs {name} is not a function", where="--logprobs", hint=FORM)
+    trial = torch.randn(4, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    refuse_nan(take(found, trial, torch.arange(4), name), name)  # before hours of work
     return found
+
+
+def take(function: LogProbabilities, logits: torch.Tensor, tokens: torch.Tensor, name: str = "") -> torch.Tensor:
+    """Call a log-probability function.
+
+    Raises:
+        BadInputError: it raises, or does not return one number per token.
+    """
+    name = name or getattr(function, "__name__", "the log-probability function")
+    try:
+        found = function(logits, tokens)
+    except Exception as e:
+        raise BadInputError(f"{name} failed: {type(e).__name__}: {e}", where="--logprobs", hint=FORM) from e
+    if not isinstance(found, torch.Tensor) or found.shape != tokens.shape:
+        shape = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
+        raise BadInputError(f"{name} returns {shape} for {len(tokens)} tokens", where="--logprobs", hint=FORM)
+    return found
+
+
+def refuse_nan(found: torch.Tensor, name: str) -> None:
+    """Refuse log-probabilities that are no numbers.
+
+    Raises:
+        BadInputError: the first that is NaN.
+    """
+    if found.isnan().any():
+        at = int(found.isnan().nonzero()[0])
+        raise BadInputError(
+            f"{name} returns NaN for token {at} of {len(found)}", where="--logprobs", hint="look for NaN in what it computes"
+        )

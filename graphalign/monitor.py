@@ -72,7 +72,10 @@ class GapMonitor:
     ) -> None:
         if window < 1:
             raise ValueError(f"window must be at least 1: {window}")
+        if bad_input not in ("raise", "warn"):
+            raise GapInputError(f"bad_input is {bad_input!r}", hint='give "raise" or "warn"')
         self.resamples, self.seed, self.bad_input, self.gather, self.group = resamples, seed, bad_input, gather, group
+        self._left_out = False
         self.drift = Drift(slack=slack, limit=limit, warmup=warmup)
         self.history: deque[tuple[int, GapStatistics]] = deque(maxlen=window)
         """The last steps: number and statistics."""
@@ -99,6 +102,9 @@ class GapMonitor:
         Raises:
             GapInputError: the log-probabilities cannot be compared; the message says why and where. With `gather`, on all ranks.
         """
+        if rollout_logps is None or train_logps is None:
+            side = "rollout_logps" if rollout_logps is None else "train_logps"
+            raise GapInputError(f"{side} is None", hint="give the log-probabilities of the generated tokens, [batch, tokens]")
         at = self._next if step is None else step
         self._next = at + 1
         try:
@@ -106,8 +112,10 @@ class GapMonitor:
         except GapInputError as e:
             if self.bad_input == "raise":
                 raise
+            self._left_out = True
             log.warning("gap step %d left out: %s", at, e)
             return None
+        self._left_out = False
         found = from_sums(sums, max_abs_d=largest, resamples=self.resamples, seed=self.seed + at)
         self.history.append((at, found))
         self._sums.append((sums, largest))
@@ -135,8 +143,8 @@ class GapMonitor:
         )
 
     def metrics(self, prefix: str = "gap/") -> dict[str, float]:
-        """The last step for a logger; empty before the first. `drift` above 1 is an alarm."""
-        if not self.history:
+        """The last step for a logger; empty before the first, and if the last was left out. `drift` above 1 is an alarm."""
+        if not self.history or self._left_out:
             return {}
         found = self.history[-1][1]
         values = {

@@ -125,6 +125,13 @@ def generate(
         "enable_chunked_prefill": False,
         **(engine_args or {}),
     }
+    room = arguments["max_model_len"]
+    if isinstance(room, int) and room < longest:
+        raise GapInputError(
+            f"max_model_len is {room}; the longest prompt and its response take {longest} tokens",
+            where="--engine-arg max_model_len",
+            hint="leave it out, or ask for fewer --max-tokens",
+        )
     mode = arguments.setdefault("logprobs_mode", RAW)
     if mode != RAW:
         raise GapInputError(

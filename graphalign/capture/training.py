@@ -22,9 +22,8 @@ from graphalign.errors import BadInputError, CaptureFailedError, GraphalignError
 from graphalign.ir.config import config_digest
 from graphalign.ir.frames import file_digest, is_modeling_file, relative_file
 from graphalign.ir.training import Header, TrainingGraph
-from graphalign.logprobs import BUILT_IN, DEFAULT, LogProbabilities, find_function
+from graphalign.logprobs import BUILT_IN, DEFAULT, LogProbabilities, find_function, refuse_nan, take
 
-LOGPROBS = "it takes logits [tokens, vocabulary] and token ids [tokens], and returns log-probabilities [tokens]"
 DEFAULT_POSITIONS = 2048
 """Range of positions for a model whose config names none."""
 
@@ -172,16 +171,11 @@ def _tail_regime(logprobs: str | LogProbabilities | None) -> dict[str, Any]:
 
 def _tail(recorder: Recorder, logprobs: LogProbabilities, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """The trainer's log-probabilities of some tokens, one for each position."""
-    name = getattr(logprobs, "__name__", "the log-probability function")
     with recorder.unnamed():
         row, tokens = logits[0], ids[0]
-    try:
-        found = logprobs(row, tokens)
-    except Exception as e:
-        raise CaptureFailedError(f"{name} failed: {type(e).__name__}: {e}", where="--logprobs", hint=LOGPROBS) from e
-    if not isinstance(found, torch.Tensor) or found.shape != tokens.shape:
-        shape = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
-        raise BadInputError(f"{name} returns {shape} for {ids.shape[1]} tokens", where="--logprobs", hint=LOGPROBS)
+    found = take(logprobs, row, tokens)
+    with recorder.paused():
+        refuse_nan(found, getattr(logprobs, "__name__", "the log-probability function"))
     with recorder.unnamed():
         return anchor_scope("graphalign.logprobs", found.clone, (found,), {})  # type: ignore[no-any-return]
 

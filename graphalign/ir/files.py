@@ -125,9 +125,7 @@ def load_raw(path: str | os.PathLike[str], *, kind: str) -> object:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as e:
-        raise CaptureFileError(
-            f"{path} is not JSON: {e}", where=str(path), hint=f"give a {kind}, as `graphalign capture` writes it"
-        ) from None
+        raise CaptureFileError(f"{path} is not JSON: {e}", where=str(path), hint=f"give a {kind}, as graphalign writes it") from None
 
 
 def _check_depth(text: str, path: object) -> None:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from graphalign.render import gap_plots as plots
 from graphalign.render.markup import Html, table, tag, text
 from graphalign.verify.gap.report import GapReport, Measured, VariantResult
-from graphalign.verify.gap.table import Unit, describe, main_rows, percent, units
+from graphalign.verify.gap.table import Unit, describe, main_rows, percent, units, widens
 from graphalign.verify.gap.variants import EVERYTHING, PAPERS_TITLE, STOCK
 
 SAMPLED = "Against the engine's log-probabilities when it sampled the tokens: what an RL run sees."
@@ -73,10 +73,13 @@ def _summary(r: GapReport) -> Html:
         sides = names[EVERYTHING].sampled.against_stock, names[EVERYTHING].prefill.against_stock
         words = "k3 with everything the graph shows", "the same, against the engine in prefill"
         cards += [(percent(side.k3_relative), word) for side, word in zip(sides, words, strict=True) if side is not None]
-    cards.append((k.estimate(r.engine_gap.k3), "k3 of the engine against itself (sampled, prefill): no patch removes it"))
+    cards.append((k.estimate(r.engine_gap.k3), f"k3 of the engine against itself (sampled, prefill), {k} nats: no patch removes it"))
     if r.floor is not None:
         cards.append(
-            (k.estimate(r.floor.k3), "k3 of the patched trainer against itself with one weight 1 ULP off: what any difference grows to")
+            (
+                k.estimate(r.floor.k3),
+                f"k3 of the patched trainer against itself with one weight 1 ULP off, {k} nats: what any difference grows to",
+            )
         )
     notes: list[Html] = [tag("p", n, class_="banner") for n in r.notes]
     formula = (
@@ -95,7 +98,7 @@ def _summary(r: GapReport) -> Html:
 
 def _table(r: GapReport, side: str) -> Html:
     k, d = units(r)
-    columns = ("edges", f"k3 [{k}]", "against stock", f"mean d [{d}]", f"mean |d| [{d}]", "max |d|", "equal")
+    columns = ("edges", f"k3 [{k}]", "against stock", f"mean d [{d}]", f"mean |d| [{d}]", "max |d|, nats", "equal")
     head = [("trainer", ""), *((n, "n") for n in columns)]
     rows = [_row(v, getattr(v, side), k, d) for v in main_rows(r) if side == "prefill" or "engine's" not in v.name]
     rest = [v for v in r.variants if v not in main_rows(r)]
@@ -128,7 +131,7 @@ def _row(v: VariantResult, m: Measured, k: Unit, d: Unit) -> Html:
     p = m.pooled
     cells = [str(v.edges or ""), k.estimate(p.k3), percent(m.against_stock.k3_relative) if m.against_stock else "", d.estimate(p.mean_d),
              d.estimate(p.mean_abs_d), f"{p.max_abs_d:.3f}", f"{p.equal_share.value:.2%}"]  # fmt: skip
-    labels = ("edges", "k3", "against stock", "mean d", "mean |d|", "max |d|", "equal")
+    labels = ("edges", f"k3 [{k}]", "against stock", f"mean d [{d}]", f"mean |d| [{d}]", "max |d|, nats", "equal")
     return tag("tr", [tag("td", v.title), *(tag("td", c, class_="n", data_label=n) for c, n in zip(cells, labels, strict=True))])
 
 
@@ -155,7 +158,7 @@ def _groups(r: GapReport) -> Html:
         tag("tr", [tag("td", tag("strong", s.group)), *(tag("td", c, class_="n", data_label=n) for n, c in (
             ("as sampled", k.estimate(s.reduction)), ("part", f"{s.part:.0%}"), ("alone", k.estimate(s.alone) if s.alone else "–"),
             ("in prefill", k.estimate(prefill[s.group].reduction)), ("part in prefill", f"{prefill[s.group].part:.0%}"),
-        )), tag("td", "widens the gap" if s.widens else "", data_label="flag")])
+        )), tag("td", widens(s, prefill[s.group]), data_label="flag")])
         for s in sorted(a.sampled, key=lambda s: -s.reduction.value)
     ]  # fmt: skip
     how = f"All {a.subsets} subsets of groups were measured." if a.exact else f"Orders were sampled: {a.subsets} subsets were measured."
@@ -186,8 +189,8 @@ def _residue(r: GapReport) -> Html:
         e = r.emulated
         words = (
             f"The other way round, an engine that rounds where the source does (emulate_precision_casts) with the stock trainer: "
-            f"{e.sites} sites left; as sampled {describe(e.gap)}; in prefill {describe(e.prefill)}; {e.tokens_per_second:.1f} tokens/s "
-            f"against {r.engine_tokens_per_second:.1f}."
+            f"{e.sites} sites left; as sampled {describe(e.gap, r)}; in prefill {describe(e.prefill, r)}; "
+            f"{e.tokens_per_second:.1f} tokens/s against {r.engine_tokens_per_second:.1f}."
         )
         parts.append(tag("p", words))
     return text(parts)

@@ -54,6 +54,8 @@ def expression(end: End, width: int = 60) -> str:
     """An end in source code, or in words where it has none."""
     if end.op in ("parameter", "table"):
         return f"{end.op} {shorten(end.module, width)}"
+    if end.op == "logprobs":
+        return "log-probabilities"
     return shorten(end.text, width) or f"{shorten(end.op, 40)} in {shorten(end.module, width)}"
 
 

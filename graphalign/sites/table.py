@@ -79,6 +79,8 @@ def _kind(site: Site) -> str:
 def _short(end: End) -> str:
     if end.op in ("parameter", "table"):
         return f"{end.op} {end.module}"
+    if end.op == "logprobs":
+        return "log-probabilities"
     text = " ".join(end.text.split())
     if 0 < len(text) <= LONGEST:
         return text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 
 from graphalign.errors import BadInputError
-from graphalign.sites.report import NodeStatus, Report, Site
+from graphalign.sites.report import End, NodeStatus, Report, Site
 
 
 def explain(report: Report, node: str) -> str:
@@ -39,12 +39,18 @@ def _node(n: NodeStatus) -> str:
     return "\n".join(lines)
 
 
+def _end(end: End) -> str:
+    where = f" in {end.module}" if end.module else ""
+    operand = f", operand {end.operand}" if end.operand is not None else ""
+    source = f": {end.text}  ({end.file}:{end.line})" if end.file else ""
+    return f"{end.op}{where}{operand}{source}"
+
+
 def _site(s: Site) -> str:
     lines = [
         f"site {s.id}: {s.kind}",
-        f"  producer {s.producer.op} in {s.producer.module}: {s.producer.text}  ({s.producer.file}:{s.producer.line})",
-        f"  consumer {s.consumer.op} in {s.consumer.module}, operand {s.consumer.operand}: {s.consumer.text}"
-        f"  ({s.consumer.file}:{s.consumer.line})",
+        f"  producer {_end(s.producer)}",
+        f"  consumer {_end(s.consumer)}",
         f"  training rounds to {', '.join(s.training) or 'nothing'}, inference to {', '.join(s.inference) or 'nothing'}",
         f"  layers {', '.join(map(str, s.layers)) or 'none (outside the layers)'}",
         f"  left out, {s.effect:.1%} of the elements behind it differ from the engine's, in: {', '.join(s.reaches)}",

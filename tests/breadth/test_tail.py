@@ -11,7 +11,7 @@ from torch import nn
 from graphalign.capture.training import record_forward
 from graphalign.engines.examples import resolve_model
 from graphalign.engines.trainer import build_trainer
-from graphalign.errors import BadInputError, CaptureFailedError
+from graphalign.errors import BadInputError
 from graphalign.ir.inference import TAIL
 from graphalign.logprobs import fp32_log_softmax, selective_log_softmax
 from graphalign.patch.make import make_spec
@@ -92,5 +92,7 @@ def test_another_function_is_semantic(model: nn.Module, change: Callable[[torch.
 def test_functions_of_another_form_are_named(model: nn.Module) -> None:
     with pytest.raises(BadInputError, match=r"returns \(8, 1024\) for 8 tokens"):
         record_forward(model, logprobs=lambda logits, tokens: logits)
-    with pytest.raises(CaptureFailedError, match="failed: TypeError"):
+    with pytest.raises(BadInputError, match="failed: TypeError"):
         record_forward(model, logprobs=lambda logits: logits)  # type: ignore[arg-type, misc]
+    with pytest.raises(BadInputError, match="returns NaN for token 0 of 8"):
+        record_forward(model, logprobs=lambda logits, tokens: fp32_log_softmax(logits, tokens) * float("nan"))

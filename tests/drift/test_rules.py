@@ -37,7 +37,7 @@ def rules(tmp_path: Path) -> Path:
     )
     text = (folder / "vectors" / "ops.yaml").read_text().splitlines(keepends=True)
     text = [x if "unrecorded" in x or "aten." not in x else x.replace("}", ", unrecorded: on a GPU}") for x in text]
-    text = [x for x in text if not any(name in x for name in ("gdn", "fused_moe", "rotary"))]
+    text = [x for x in text if not any(name in x for name in ("gdn", "fused_moe", "rotary", "mamba", "short_conv"))]
     (folder / "vectors" / "ops.yaml").write_text("".join(text))
     return folder
 

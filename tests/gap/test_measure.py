@@ -153,10 +153,10 @@ def test_built_in_functions() -> None:
     torch.testing.assert_close(selective_log_softmax(logits, tokens), fp32_log_softmax(logits, tokens))
     rounded = selective_log_softmax(logits.bfloat16(), tokens)
     assert rounded.dtype == torch.bfloat16
-    assert find_function("torch.nn.functional:log_softmax") is torch.nn.functional.log_softmax
+    assert find_function("graphalign.logprobs:selective_log_softmax") is selective_log_softmax
 
 
-@pytest.mark.parametrize("name", ["nope", "nowhere.at.all:f", "math:nope", "math:pi", "a:b:c"])
+@pytest.mark.parametrize("name", ["nope", "nowhere.at.all:f", "math:nope", "math:pi", "a:b:c", "torch:add", "torch.nn.functional:mish"])
 def test_a_function_that_is_none_is_refused(name: str) -> None:
     with pytest.raises(BadInputError, match=r"--logprobs|log-probability function|factory"):
         find_function(name)

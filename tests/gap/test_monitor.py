@@ -326,3 +326,21 @@ def test_two_ranks_see_the_same_and_fail_together(tmp_path: Path) -> None:
     assert message == other
     assert message.startswith("log-probability nan is NaN")
     assert "rank 1: inference, sequence 0, token 0" in message
+
+
+def test_a_step_that_is_left_out_has_no_metrics() -> None:
+    monitor = GapMonitor(bad_input="warn")
+    good = np.full((2, 40), -1.0)
+    assert monitor.step(good, good + 0.001) is not None
+    assert monitor.metrics()
+    assert monitor.step(good, np.full((2, 40), np.nan)) is None
+    assert monitor.metrics() == {}
+    assert monitor.step(good, good + 0.001) is not None
+    assert monitor.metrics()
+
+
+def test_nothing_and_a_misspelt_option_are_named() -> None:
+    with pytest.raises(GapInputError, match="train_logps is None"):
+        GapMonitor().step(np.zeros((1, 2)), None)
+    with pytest.raises(GapInputError, match="bad_input is 'wran'"):
+        GapMonitor(bad_input="wran")  # type: ignore[arg-type]

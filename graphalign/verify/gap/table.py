@@ -31,7 +31,8 @@ class Unit:
 
     def number(self, x: float) -> str:
         """`17.7`"""
-        return f"{x / 10.0**self.exponent:.{self.decimals}f}"
+        text = f"{x / 10.0**self.exponent:.{self.decimals}f}"
+        return text if float(text) else text.removeprefix("-")
 
     def estimate(self, e: Estimate) -> str:
         """`17.7 [16.1, 19.4]`"""
@@ -79,11 +80,11 @@ def render_gap(report: GapReport, console: Console) -> None:
     ):
         console.print(_gaps(r, side, title))
     console.print(
-        Text("The engine against itself, as sampled minus in prefill (no patch of a trainer removes it): " + describe(r.engine_gap))
+        Text("The engine against itself, as sampled minus in prefill (no patch of a trainer removes it): " + describe(r.engine_gap, r))
     )
     if r.floor is not None:
         console.print(
-            Text("The patched trainer against itself with one weight 1 ULP off (what any difference grows to): " + describe(r.floor))
+            Text("The patched trainer against itself with one weight 1 ULP off (what any difference grows to): " + describe(r.floor, r))
         )
     _seeds(r, console)
     everything = next((v for v in r.variants if v.name == EVERYTHING), None)
@@ -101,7 +102,7 @@ def render_gap(report: GapReport, console: Console) -> None:
         groups = ", ".join(f"{k} {v}" for k, v in e.groups.items()) or "none"
         console.print(Text(
             f"The other way round: an engine that rounds where the source does (emulate_precision_casts), with the stock trainer:\n"
-            f"  sites left {e.sites} ({groups}); as sampled {describe(e.gap)}; in prefill {describe(e.prefill)}\n"
+            f"  sites left {e.sites} ({groups}); as sampled {describe(e.gap, r)}; in prefill {describe(e.prefill, r)}\n"
             f"  {e.tokens_per_second:.1f} tokens/s generated, against {r.engine_tokens_per_second:.1f} of the engine as it is"
         ))  # fmt: skip
     for note in r.notes:
@@ -112,10 +113,10 @@ def _table(title: str) -> Table:
     return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
 
 
-def describe(s: GapStatistics) -> str:
-    """Statistics in a line."""
-    k, d = unit_for(s.k3.value), unit_for(s.mean_abs_d.value)
-    return f"k3 {k.estimate(s.k3)} · {k}, mean |d| {d.estimate(s.mean_abs_d)} · {d} nats, {s.equal_share.value:.1%} equal"
+def describe(s: GapStatistics, report: GapReport) -> str:
+    """Statistics in a line, in the report's units."""
+    k, d = units(report)
+    return f"k3 {k.estimate(s.k3)} · {k} nats, mean |d| {d.estimate(s.mean_abs_d)} · {d} nats, {s.equal_share.value:.1%} equal"
 
 
 def main_rows(report: GapReport) -> list[VariantResult]:
@@ -131,16 +132,17 @@ def _special(v: VariantResult) -> bool:
 def _gaps(r: GapReport, side: str, title: str) -> Table:
     table = _table(title)
     k, d = units(r)
-    table.add_column("trainer", min_width=18)
-    for name in ("edges", "k3", "against stock", "mean d", "mean |d|", "max", "equal"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("trainer", min_width=14, overflow="fold")
+    for name in ("edges", "k3", "against stock", "mean d", "mean |d|", "max |d|", "equal"):
+        table.add_column(name, justify="right", overflow="fold")
     for v in main_rows(r):
         if "engine's" in v.name and side == "sampled":
             continue
         m: Measured = getattr(v, side)
         p = m.pooled
-        table.add_row(v.title, str(v.edges or ""), k.estimate(p.k3), percent(m.against_stock.k3_relative) if m.against_stock else "",
-                      d.estimate(p.mean_d), d.number(p.mean_abs_d.value), f"{p.max_abs_d:.3f}", f"{p.equal_share.value:.1%}")  # fmt: skip
+        cells = [v.title, str(v.edges or ""), k.estimate(p.k3), percent(m.against_stock.k3_relative) if m.against_stock else ""]
+        cells += [d.estimate(p.mean_d), d.number(p.mean_abs_d.value), f"{p.max_abs_d / 10.0**d.exponent:.0f}"]
+        table.add_row(*cells, f"{p.equal_share.value:.1%}")
     return table
 
 
@@ -171,7 +173,7 @@ def _shares(r: GapReport) -> Table:
     prefill = {s.group: s for s in a.prefill}
     for s in sorted(a.sampled, key=lambda s: -s.reduction.value):
         other: Share = prefill[s.group]
-        flag = "widens the gap" if s.widens else ""
+        flag = widens(s, other)
         table.add_row(
             s.group,
             k.estimate(s.reduction),
@@ -182,6 +184,12 @@ def _shares(r: GapReport) -> Table:
             flag,
         )
     return table
+
+
+def widens(sampled: Share, prefill: Share) -> str:
+    """Where a group makes the gap larger, in words; empty if nowhere for sure."""
+    where = [name for name, share in (("as sampled", sampled), ("in prefill", prefill)) if share.widens]
+    return f"widens the gap {' and '.join(where)}" if where else ""
 
 
 def _residue(r: GapReport, console: Console) -> None:
