@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from graphalign.capture.training import record_forward
+from graphalign.engines.examples import resolve_model
+from graphalign.engines.trainer import build_trainer
 from graphalign.ir.inference import Attention
 from graphalign.ir.training import Node, TrainingGraph
 from graphalign.sites.find import diff
-from tests.breadth.captured import captures, report
+from tests.breadth.captured import captures, counts, report
+from tests.fixtures import recorded
 
 
 def edited(
@@ -120,3 +127,29 @@ def test_what_the_value_join_cannot_see(op: str, args: Callable[[dict[str, int]]
     assert "another sign or in another place" in found.semantic[0].reason
     assert found.semantic[0].layers == (0,)
     assert found.sites == report("phi3").sites - 2  # the query's two products in layer 0; the key's stay
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512},
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 256},
+    ],
+    ids=lambda s: str(s["rope_type"]),
+)
+def test_rope_scaling_on_one_side_only(scaling: dict[str, Any], tmp_path: Path) -> None:
+    """The tables differ over the whole range of positions; what reads them is no site."""
+    folder = tmp_path / "qwen3"
+    shutil.copytree(resolve_model("example:qwen3", tmp_path / "cache"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_parameters"] = {**(config.get("rope_parameters") or {}), "rope_theta": 10000.0, **scaling}
+    (folder / "config.json").write_text(json.dumps(config))
+    found = diff(recorded.captures("qwen3")[0], record_forward(build_trainer(folder)))
+    assert found.semantic, "the change was not noticed"
+    assert all("rotary" in e.what + e.reason + e.where or "cos" in e.what + e.reason + e.where for e in found.semantic)
+    whole = counts(recorded.report("qwen3"))
+    assert "rope" not in counts(found)
+    assert {k: n for k, n in counts(found).items() if k != "norm_weight"} == {
+        k: n for k, n in whole.items() if k not in ("rope", "norm_weight")
+    }
