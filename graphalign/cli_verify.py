@@ -235,6 +235,7 @@ def _measure(
     if store.reused:
         notes.append(f"{len(store.reused)} variants were taken from an earlier run of the same command")
     emulated = _emulated(stages, request, training, trainer, spec, function, resamples) if emulate else None
+    stages.start("report")("collect")  # ends the trainer's job, so that its seconds count
     engine = tokens.engine
     report = GapReport(
         model=inference.header.model,
