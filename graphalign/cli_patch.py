@@ -124,7 +124,9 @@ def check(
     from graphalign.capture.inference import capture_inference, has_weights
     from graphalign.capture.training import record_forward
     from graphalign.engines.examples import resolve_model
+    from graphalign.engines.prompts import vocabulary_size
     from graphalign.ir.files import write_bytes
+    from graphalign.logprobs import DEFAULT
     from graphalign.patch.ranges import tokens_to_record
     from graphalign.patch.spec import load
     from graphalign.rules import rules_dir
@@ -147,7 +149,8 @@ def check(
                 model, folder, layers = str(Path(work) / folder.name), Path(work) / folder.name, None
         real = not skipped
         recorded = Path(work) / "values"
-        tokens = [t % _vocabulary(folder) for t in PROMPT]
+        vocabulary = vocabulary_size(folder)
+        tokens = [t % vocabulary for t in PROMPT]
         inference = capture_inference(
             folder,
             Path(work) / "inference.json.gz",
@@ -168,7 +171,7 @@ def check(
             trainer,
             spec,
             inference,
-            lambda m: record_forward(m, autocast=spec.regime.get("autocast"), logprobs=spec.regime.get("logprobs", "fp32"), tokens=size),
+            lambda m: record_forward(m, autocast=spec.regime.get("autocast"), logprobs=spec.regime.get("logprobs", DEFAULT), tokens=size),
             read_values(recorded, inference) if real else None,
             rules=rules,
             skipped=skipped,
@@ -248,11 +251,6 @@ def _same_target(spec: PatchSpec, target: dict[str, Any]) -> None:
     if differ:
         what = "; ".join(f"{k} is {target[k]}, the patch is for {spec.target[k]}" for k in differ)
         raise BadInputError("the patch is for another target", where=what, hint="make a patch for this target with `graphalign find`")
-
-
-def _vocabulary(folder: Path) -> int:
-    config = json.loads((folder / "config.json").read_text())
-    return int(config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size") or 256)
 
 
 def _split(names: str) -> list[str]:

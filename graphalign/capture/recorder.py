@@ -215,13 +215,9 @@ class Recorder(TorchDispatchMode):
         kwargs = {k: self.encode(v) for k, v in attrs.items()}
         operands = [t for t in (*tensors, *_flat(list(attrs.values()))) if isinstance(t, torch.Tensor)]
         versions = [t._version for t in operands]
-        self._suspended = True
-        try:
-            with _disable_current_modes():
-                done = self._watch(op, fn, tensors, attrs) if self._watch is not None else None
-                result = fn()
-        finally:
-            self._suspended = False
+        with self.paused():
+            done = self._watch(op, fn, tensors, attrs) if self._watch is not None else None
+            result = fn()
         if any(t._version != v for t, v in zip(operands, versions, strict=True)):
             self.note(f"{op} in {self.module} writes into an argument; later reads of it show the older value")
         leaves = _flat(result)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import math
-from pathlib import Path
 
+from graphalign.render.frame import document
 from graphalign.render.markup import Html, table, tag
 from graphalign.render.words import clean, layer_words, place, shorten
 from graphalign.verify.clusters.locations import KINDS
 from graphalign.verify.clusters.report import Clusters, Location
 from graphalign.verify.clusters.table import by_kind, label, legend, number, paper_range, spread
 
-CSS = Path(__file__).with_name("page.css")
 MORE_CSS = """
 svg.hist rect{fill:var(--keep)}svg.hist line,svg.dots line{stroke:var(--line)}svg.hist line.even{stroke:var(--soft);stroke-dasharray:3 2}
 svg.dots circle{fill:var(--keep)}svg.dots text{font-size:12px}svg.dots text.end{text-anchor:end}
@@ -30,23 +27,14 @@ LOWEST = 1e-5
 
 def render_clusters_page(clusters: Clusters) -> str:
     """The page."""
-    css = CSS.read_text() + MORE_CSS
-    digest = base64.b64encode(hashlib.sha256(css.encode()).digest()).decode()
     name = clean(clusters.model.get("name") or clusters.model.get("architecture") or "model", 200)
     title = f"Where values fall between BF16 numbers: {name}"
-    head = [
-        Html('<meta charset="utf-8">'),
-        tag("meta", http_equiv="Content-Security-Policy", content=f"default-src 'none'; style-src 'sha256-{digest}'"),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("title", title),
-        tag("style", Html(css)),
-    ]
     body = [
         tag("header", [tag("h1", title), tag("p", legend(clusters), class_="soft")]),
         tag("main", [_kinds(clusters), _locations(clusters), _others(clusters)]),
         tag("footer", "Made by graphalign. This file works offline."),
     ]
-    return f'<!doctype html>\n<html lang="en">\n{tag("head", head)}\n{tag("body", body)}\n</html>\n'
+    return document(title, body, css=MORE_CSS)
 
 
 def _kinds(clusters: Clusters) -> Html:

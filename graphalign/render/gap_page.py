@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from graphalign.render import gap_plots as plots
+from graphalign.render.frame import contents, document, navigation
 from graphalign.render.markup import Html, table, tag, text
 from graphalign.verify.gap.report import GapReport, Measured, VariantResult
 from graphalign.verify.gap.table import Unit, describe, main_rows, percent, units, widens
@@ -21,7 +19,6 @@ PREFILL = (
     "Against the same engine's, when it scores the same tokens in one prefill: decode and batch effects, which no patch of a trainer "
     "removes, are left out."
 )
-HERE = Path(__file__).parent
 Arrays = Sequence[NDArray[np.float64]]
 
 
@@ -33,8 +30,6 @@ def render_gap_page(report: GapReport, engine: Mapping[str, Arrays], training: M
         engine: "sampled" and "prefill" log-probabilities, one array per sequence.
         training: variant to the trainer's log-probabilities, for the plots.
     """
-    css = (HERE / "page.css").read_text() + "figure img{display:block;width:100%;height:auto}"
-    policy = f"default-src 'none'; img-src data:; style-src 'sha256-{base64.b64encode(hashlib.sha256(css.encode()).digest()).decode()}'"
     title = f"The gap between inference and training: {report.model.get('name') or report.model.get('architecture') or 'model'}"
     sections: list[tuple[str, str, Html]] = [
         ("summary", "Summary", _summary(report)),
@@ -45,23 +40,15 @@ def render_gap_page(report: GapReport, engine: Mapping[str, Arrays], training: M
         ("residue", "What is left", _residue(report)),
         ("setting", "Setting", _setting(report)),
     ]  # fmt: skip
-    links = [tag("li", tag("a", name, href=f"#{ident}")) for ident, name, _ in sections]
-    head = [
-        Html('<meta charset="utf-8">'),
-        tag("meta", http_equiv="Content-Security-Policy", content=policy),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("title", title),
-        tag("style", Html(css)),
-    ]
     lead = f"{report.tokens} generated tokens in {report.sequences} responses; seeds {', '.join(map(str, report.seeds))}; {report.prompts}"
     body = [
         tag("a", "Skip to the table", href="#sampled", class_="skip"),
         tag("header", [tag("h1", title), tag("p", lead, class_="soft")]),
-        tag("nav", tag("ul", links), aria_label="Sections"),
-        tag("main", [tag("section", [tag("h2", name, id=f"h-{i}"), c], id=i, aria_labelledby=f"h-{i}") for i, name, c in sections]),
+        navigation(sections),
+        contents(sections),
         tag("footer", "Made by graphalign verify. This file works offline."),
     ]
-    return f'<!doctype html>\n<html lang="en">\n{tag("head", head)}\n{tag("body", body)}\n</html>\n'
+    return document(title, body, css="figure img{display:block;width:100%;height:auto}", images=True)
 
 
 def _summary(r: GapReport) -> Html:

@@ -5,11 +5,10 @@ Everything from a capture goes through `markup.text`; there is no inline handler
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from pathlib import Path
 
 from graphalign.render.dot import has_dot
+from graphalign.render.frame import contents, document, navigation
 from graphalign.render.markup import Content, Html, table, tag, text
 from graphalign.render.page_diagrams import choose, diagrams_section, figure_id, figures, omitted, site_evidence
 from graphalign.render.page_sites import details_section, sites_section
@@ -19,7 +18,7 @@ from graphalign.sites.drawing import Panel
 from graphalign.sites.report import Entry, Report
 from graphalign.sites.table import ranges
 
-HERE = Path(__file__).parent
+SCRIPT = Path(__file__).with_name("page.js")
 
 
 def render_page(report: Report, *, group: str = "", layer: int | None = None) -> str:
@@ -30,10 +29,6 @@ def render_page(report: Report, *, group: str = "", layer: int | None = None) ->
         group: draw only this group.
         layer: draw only the panels that this layer looks like.
     """
-    css, script = (HERE / "page.css").read_text(), (HERE / "page.js").read_text()
-    policy = (
-        f"default-src 'none'; style-src 'sha256-{_hash(css)}'; script-src 'sha256-{_hash(script)}'; base-uri 'none'; form-action 'none'"
-    )
     sections = [
         ("summary", "Summary", _summary(report)),
         ("table", "Sites", sites_section(report)),
@@ -43,34 +38,15 @@ def render_page(report: Report, *, group: str = "", layer: int | None = None) ->
         ("assumptions", "Assumptions and versions", _assumptions(report)),
         ("text", "As text", _as_text(report)),
     ]
-    links = [tag("li", tag("a", title, href=f"#{name}")) for name, title, _ in sections]
     title = f"Where rounding moved: {report.model.get('name') or report.model.get('architecture') or 'model'}"
-    head = [
-        Html('<meta charset="utf-8">'),
-        tag("meta", http_equiv="Content-Security-Policy", content=policy),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("title", title),
-        tag("style", Html(css)),
-    ]
     body = [
         tag("a", "Skip to the sites", href="#table", class_="skip"),
         tag("header", [tag("h1", title), tag("p", headline(report), class_="soft")]),
-        tag("nav", tag("ul", links), aria_label="Sections"),
-        tag(
-            "main",
-            [
-                tag("section", [tag("h2", name_of, id=f"h-{ident}"), content], id=ident, aria_labelledby=f"h-{ident}")
-                for ident, name_of, content in sections
-            ],
-        ),
+        navigation(sections),
+        contents(sections),
         tag("footer", "Made by graphalign from captures of both sides. This file works offline."),
-        tag("script", Html(script)),
     ]
-    return f'<!doctype html>\n<html lang="en">\n{tag("head", head)}\n{tag("body", body)}\n</html>\n'
-
-
-def _hash(code: str) -> str:
-    return base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
+    return document(title, body, script=SCRIPT.read_text())
 
 
 # -- summary ----------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ from torch import nn
 
 from graphalign.align.align import Pair
 from graphalign.ir.dataflow import Op
-from graphalign.verify.replay import Anchor, Replay, Score, run_replay
+from graphalign.ir.paths import layer_of
+from graphalign.verify.replay import Anchor, Replay, run_replay
 from graphalign.verify.values import EngineValues
 
 
@@ -113,14 +114,10 @@ def drift_by_layer(model: nn.Module, pair: Pair, values: EngineValues, *, autoca
     operands, of ‖trainer − engine‖ / ‖engine‖."""
     found: dict[int, list[float]] = defaultdict(list)
     for s in run_replay(model, Replay(model, pair, values, inject=False), values, autocast=autocast):
-        layer = _layer(s)
+        layer = layer_of(s.module)
         if layer is not None:
             found[layer].append(s.distance)
     return {k: (sum(x * x for x in v) / len(v)) ** 0.5 for k, v in sorted(found.items())}
-
-
-def _layer(score: Score) -> int | None:
-    return next((int(part) for part in score.module.split(".") if part.isdecimal()), None)
 
 
 def _agreement(found: list[tuple[float, int]]) -> Agreement | None:
