@@ -1,4 +1,4 @@
-"""The command line: `graphalign find | capture | diff | why | show`; `cli_patch` adds `patch | apply | check | schema`.
+"""The command line: `graphalign diff | why | show`, and what all commands share; the others are in the `cli_*` modules.
 
 Exit codes: 0 done, 1 a bug in graphalign, 2 bad input, 3 the two sides compute different functions, 4 capture failed,
 130 interrupted. Results go to standard output, progress and errors to standard error.
@@ -22,19 +22,23 @@ from graphalign import console
 from graphalign.errors import GraphalignError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import nn
-
     from graphalign.ir.inference import InferenceGraph
     from graphalign.ir.training import TrainingGraph
     from graphalign.sites.report import Report
 
 BUG, SEMANTIC, INTERRUPTED, TERMINATED = 1, 3, 130, 143
+ORDER = (
+    "find", "capture", "diff", "why", "show", "render", "patch", "apply", "check", "schema", "drift", "compare", "targets", "verify",
+    "clusters", "rules",
+)  # fmt: skip
+"""Commands as `--help` lists them."""
 
 
 class Commands(TyperGroup):
     """Turns graphalign's errors into one message and an exit code."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return sorted(super().list_commands(ctx), key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -136,150 +140,6 @@ def root(
 
 
 @app.command()
-def find(
-    model: Model,
-    out: Annotated[
-        Path, typer.Option(metavar="DIR", help="Folder for inference.json.gz, training.json.gz, sites.json, patch.yaml and report.html.")
-    ],
-    layers: Layers = None,
-    weights: Weights = None,
-    target: Target = "cpu",
-    entry: Entry = "llm",
-    vllm_python: VllmPython = None,
-    engine_arg: EngineArgs = None,
-    timeout: Timeout = 1800.0,
-    factory: Factory = None,
-    dtype: Dtype = "bfloat16",
-    autocast: Autocast = "none",
-    attention: Attention = "sdpa",
-    logprobs: LogProbs = "fp32",
-    rules: Rules = None,
-    baseline: Annotated[
-        Path | None,
-        typer.Option(metavar="PATCH", help="An older patch.yaml of this model: say what moved since, and exit with 5 if anything did."),
-    ] = None,
-    page: Annotated[bool, typer.Option("--report/--no-report", help="Also write report.html, with diagrams.")] = True,
-) -> None:
-    """Capture both sides of a model, align them, and say where rounding moved.
-
-    Examples:
-
-      graphalign find example:qwen3 --out out/qwen3
-
-      graphalign find ./my-model --out out/mine --layers 4 --engine-arg max_model_len=4096
-
-      graphalign find example:qwen3-8b-base --out out/h100 --target h100
-
-      graphalign find ./my-model --out out/trl --dtype float32 --autocast bfloat16
-
-      graphalign find ./my-model --out out/v31 --vllm-python /envs/vllm-0.31/bin/python --baseline patch.yaml
-    """
-    from graphalign.cli_clusters import Probe
-    from graphalign.cli_drift import MOVED, end_find, read_baseline
-    from graphalign.cli_render import write_report
-    from graphalign.cli_targets import check_map
-    from graphalign.ir.files import write_json
-    from graphalign.patch.ranges import tokens_to_record
-    from graphalign.rules import rules_dir
-
-    arguments, factory, rules = console.parse_engine_args(engine_arg or ()), console.check_factory(factory), rules_dir(rules)
-    console.require_folder(out)
-    old = read_baseline(baseline)
-    console.require_packages(*(() if vllm_python else ("vllm",)), "transformers")
-    with console.Stages() as stages:
-        kernels = out / "kernels" if target != "cpu" else None
-        inference = _capture_inference(
-            stages, model, out / "inference.json.gz", vllm_python, arguments, layers, weights, timeout, target, entry, kernels
-        )
-        tokens = tokens_to_record(inference)
-        probe = Probe(model, weights, autocast, stages)
-        training = _capture_training(stages, model, factory, layers, dtype, autocast, attention, weights, tokens, probe, logprobs)
-        write_json(out / "training.json.gz", training)
-        report = probe.rank(_diff(stages, inference, training, rules))
-        if kernels is not None:
-            report = check_map(report, stages, inference, kernels, rules, vllm_python)
-        write_json(out / "sites.json", report, indent=1)
-        _write_patch(report, out)
-        if page:
-            stages("report", None)
-            write_report(report, out / "report.html")
-    _show_report(report, out / "sites.json")
-    s = stages.seconds
-    captures = f"inference {s['inference']:.1f}, training {s['training']:.1f}"
-    print(f"capture {s['inference'] + s['training']:.1f} s ({captures}), then {s['diff']:.1f} s")
-    moved = end_find(report, rules, old, baseline)
-    _finish(report)
-    if moved:
-        raise typer.Exit(MOVED)
-
-
-@capture.command("inference")
-def capture_inference_command(
-    model: Model,
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="The capture, `inf.json.gz`.")],
-    layers: Layers = None,
-    weights: Weights = None,
-    target: Target = "cpu",
-    entry: Entry = "llm",
-    keep_kernels: Annotated[Path | None, typer.Option(metavar="DIR", help="Also keep the generated kernels' source here.")] = None,
-    vllm_python: VllmPython = None,
-    engine_arg: EngineArgs = None,
-    timeout: Timeout = 1800.0,
-) -> None:
-    """Start vLLM and record what its compiled engine executes.
-
-    Examples:
-
-      graphalign capture inference example:qwen3 -o inf.json.gz
-
-      graphalign capture inference ./my-model -o inf.json.gz --engine-arg 'compilation_config={"mode": 3}'
-
-      graphalign capture inference example:qwen3 -o inf.json.gz --target h100 --keep-kernels kernels
-    """
-    arguments = console.parse_engine_args(engine_arg or ())
-    console.require_output(output)
-    console.require_packages(*(() if vllm_python else ("vllm",)))
-    with console.Stages() as stages:
-        graph = _capture_inference(stages, model, output, vllm_python, arguments, layers, weights, timeout, target, entry, keep_kernels)
-    kernels = sum(len(g.kernels) for g in graph.graphs)
-    print(f"{output}: {len(graph.graphs)} graph(s), {kernels} kernels, {len(graph.bodies)} different loop bodies")
-
-
-@capture.command("training")
-def capture_training_command(
-    model: Model,
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="The capture, `train.json.gz`.")],
-    layers: Layers = None,
-    weights: Weights = None,
-    factory: Factory = None,
-    dtype: Dtype = "bfloat16",
-    autocast: Autocast = "none",
-    attention: Attention = "sdpa",
-    logprobs: LogProbs = "fp32",
-    tokens: Annotated[
-        int | None, typer.Option(min=2, metavar="N", help="Number of tokens: that of `compile_sizes` if the engine has exact sizes.")
-    ] = None,
-) -> None:
-    """Run one eager forward of the trainer's model and record every kernel with its source.
-
-    Examples:
-
-      graphalign capture training example:qwen3 -o train.json.gz
-
-      graphalign capture training ./my-model -o train.json.gz --factory mytrainer.model:build --dtype float32 --autocast bfloat16
-    """
-    from graphalign.ir.files import write_json
-
-    factory = console.check_factory(factory)
-    console.require_output(output)
-    console.require_packages("transformers")
-    with console.Stages() as stages:
-        graph = _capture_training(stages, model, factory, layers, dtype, autocast, attention, weights, tokens, None, logprobs)
-        write_json(output, graph)
-    print(f"{output}: {len(graph.nodes)} ops from {len(graph.sources)} source expressions")
-
-
-@app.command()
 def diff(
     inference: Annotated[Path, typer.Argument(metavar="INF", help="A file from `capture inference`.")],
     training: Annotated[Path, typer.Argument(metavar="TRAIN", help="A file from `capture training`.")],
@@ -305,10 +165,10 @@ def diff(
             read_json(inference, InferenceGraph, kind="inference capture"),
             read_json(training, TrainingGraph, kind="training capture"),
         )
-        report = _diff(stages, *sides, rules)
+        report = run_diff(stages, *sides, rules)
         write_json(output, report, indent=1)
-    _show_report(report, output)
-    _finish(report)
+    show_report(report, output)
+    finish(report)
 
 
 @app.command()
@@ -342,63 +202,7 @@ def show(file: Annotated[Path, typer.Argument(metavar="FILE", help="A capture or
     render_file(file, console.output())
 
 
-def _capture_inference(
-    stages: console.Stages,
-    model: str,
-    out: Path,
-    python: Path | None,
-    arguments: dict[str, Any],
-    layers: int | None,
-    weights: WeightsChoice | None,
-    timeout: float,
-    target: str = "cpu",
-    entry: Literal["llm", "server"] = "llm",
-    keep_kernels: Path | None = None,
-) -> InferenceGraph:
-    stages.start("inference")("find the model")
-    from graphalign.capture.inference import capture_inference
-    from graphalign.engines.examples import resolve_model
-
-    folder = resolve_model(model)
-    return capture_inference(
-        folder, out, python=python, engine_args=arguments, layers=layers, weights=weights, timeout=timeout, progress=stages,
-        target=target, entry=entry, keep_kernels=keep_kernels,
-    )  # fmt: skip
-
-
-def _capture_training(
-    stages: console.Stages,
-    model: str,
-    factory: str | None,
-    layers: int | None,
-    dtype: str,
-    autocast: str,
-    attention: str,
-    weights: WeightsChoice | None,
-    tokens: int | None,
-    then: Callable[[nn.Module], None] | None = None,
-    logprobs: str = "fp32",
-) -> TrainingGraph:
-    stages.start("training")("find the model")
-    from graphalign.capture.training import capture_training
-    from graphalign.engines.examples import resolve_model
-
-    return capture_training(
-        resolve_model(model),
-        factory=factory,
-        layers=layers,
-        dtype=dtype,
-        autocast=None if autocast == "none" else autocast,
-        attention=attention,
-        weights="checkpoint" if weights == "real" else weights,
-        progress=stages,
-        then=then,
-        logprobs=logprobs,
-        **({} if tokens is None else {"tokens": tokens}),  # type: ignore[arg-type]
-    )
-
-
-def _diff(stages: console.Stages, inference: InferenceGraph, training: TrainingGraph, rules: Path) -> Report:
+def run_diff(stages: console.Stages, inference: InferenceGraph, training: TrainingGraph, rules: Path) -> Report:
     if stages.job != "diff":
         stages.start("diff")
     from graphalign.sites.find import diff as find_sites
@@ -406,22 +210,7 @@ def _diff(stages: console.Stages, inference: InferenceGraph, training: TrainingG
     return find_sites(inference, training, rules=rules, progress=stages)
 
 
-def _write_patch(report: Report, out: Path) -> None:
-    """`patch.yaml` beside the sites; none where there is nothing to patch or the sides differ."""
-    path = out / "patch.yaml"
-    if report.semantic or not report.groups:
-        path.unlink(missing_ok=True)  # an older patch must not look like this run's
-        return
-    import hashlib
-
-    from graphalign.patch.make import make_spec
-    from graphalign.patch.spec import save
-
-    digests = {side: hashlib.sha256((out / f"{side}.json.gz").read_bytes()).hexdigest() for side in ("inference", "training")}
-    save(make_spec(report, captures=digests), path)
-
-
-def _show_report(report: Report, path: Path) -> None:
+def show_report(report: Report, path: Path) -> None:
     from graphalign.sites.table import render_table
 
     out = console.output()
@@ -429,7 +218,7 @@ def _show_report(report: Report, path: Path) -> None:
     out.print(f"wrote {escape(str(path))}; `graphalign why {escape(str(path))} NODE` explains a node", highlight=False, soft_wrap=True)
 
 
-def _finish(report: Report) -> None:
+def finish(report: Report) -> None:
     """Exit with 3 if the two sides compute different functions."""
     if report.semantic:
         places = f"{len(report.semantic)} place{'s' if len(report.semantic) > 1 else ''}"
@@ -444,6 +233,7 @@ def main() -> NoReturn:
     """Entry point of the `graphalign` command."""
     import graphalign.cli_clusters
     import graphalign.cli_drift
+    import graphalign.cli_find
     import graphalign.cli_patch
     import graphalign.cli_render
     import graphalign.cli_targets
@@ -452,9 +242,3 @@ def main() -> NoReturn:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # so that `finally` blocks end the engine's processes
     app()
     raise AssertionError("unreachable: typer exits")
-
-
-if __name__ == "__main__":
-    from graphalign.cli import main as entry  # the module that the other command modules register on
-
-    entry()

@@ -57,7 +57,7 @@ def build_model(folder: Path) -> Path:
 
 def find_patch(model: Path, out: Path) -> Path:
     """What `graphalign find` leaves."""
-    subprocess.run([sys.executable, "-m", "graphalign.cli", "find", str(model), "--out", str(out)], check=True)
+    subprocess.run([sys.executable, "-m", "graphalign", "find", str(model), "--out", str(out)], check=True)
     return out / "patch.yaml"
 
 

@@ -12,6 +12,7 @@ import pytest
 from pydantic import BaseModel
 from typer.testing import CliRunner
 
+import graphalign.cli_find  # noqa: F401  (registers its commands)
 from graphalign import console
 from graphalign.cli import app
 from graphalign.ir.inference import Header, InferenceGraph

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.vllm
 
 
 def find(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "graphalign.cli", "find", "example:qwen3", "--layers", "2", "--no-report", "--out", str(out), *options]
+    command = [sys.executable, "-m", "graphalign", "find", "example:qwen3", "--layers", "2", "--no-report", "--out", str(out), *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=900)
 
 

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.vllm
 
 
 def _graphalign(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "graphalign.cli", *map(str, arguments)], capture_output=True, text=True, check=False)
+    return subprocess.run([sys.executable, "-m", "graphalign", *map(str, arguments)], capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize("name", ["qwen3"])

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.vllm
 
 
 def run(out: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "graphalign.cli", "verify", "example:qwen3", "--out", str(out), *map(str, arguments)]
+    command = [sys.executable, "-m", "graphalign", "verify", "example:qwen3", "--out", str(out), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
