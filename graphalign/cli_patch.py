@@ -128,7 +128,7 @@ def check(
     from graphalign.ir.files import write_bytes
     from graphalign.logprobs import DEFAULT
     from graphalign.patch.ranges import tokens_to_record
-    from graphalign.patch.spec import load
+    from graphalign.patch.spec import load, refuse_other_target
     from graphalign.rules import rules_dir
     from graphalign.verify.proof import prove
     from graphalign.verify.table import render_proof
@@ -163,7 +163,7 @@ def check(
             target=str(spec.target.get("key", "cpu")),
             entry=spec.target.get("entry", "llm"),
         )
-        _same_target(spec, inference.header.target)
+        refuse_other_target(spec, inference.header.target)
         size = tokens_to_record(inference) or 8
         stages.start("check")("build the model")
         trainer = _build(model, spec, layers)
@@ -243,14 +243,6 @@ def _share_weights(folder: Path, out: Path, spec: PatchSpec, layers: int | None)
     with quiet():
         trainer.save_pretrained(out)  # type: ignore[operator]
     return ""
-
-
-def _same_target(spec: PatchSpec, target: dict[str, Any]) -> None:
-    """Refuse a spec that was made for another target than the one captured now."""
-    differ = [k for k in ("device", "isa", "tp") if k in spec.target and k in target and spec.target[k] != target[k]]
-    if differ:
-        what = "; ".join(f"{k} is {target[k]}, the patch is for {spec.target[k]}" for k in differ)
-        raise BadInputError("the patch is for another target", where=what, hint="make a patch for this target with `graphalign find`")
 
 
 def _split(names: str) -> list[str]:

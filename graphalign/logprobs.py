@@ -62,6 +62,13 @@ def find_function(name: str) -> LogProbabilities:
     return found
 
 
+def name_of(function: LogProbabilities) -> str:
+    """What `find_function` would call it; for an object without a name, its class."""
+    built_in = [name for name, f in BUILT_IN.items() if f is function]
+    named: object = function if hasattr(function, "__qualname__") else type(function)
+    return built_in[0] if built_in else f"{named.__module__}:{named.__qualname__}"  # type: ignore[attr-defined]
+
+
 def take(function: LogProbabilities, logits: torch.Tensor, tokens: torch.Tensor, name: str = "") -> torch.Tensor:
     """Call a log-probability function.
 

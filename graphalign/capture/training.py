@@ -22,7 +22,7 @@ from graphalign.errors import BadInputError, CaptureFailedError, GraphalignError
 from graphalign.ir.config import config_digest
 from graphalign.ir.frames import file_digest, is_modeling_file, relative_file
 from graphalign.ir.training import Header, TrainingGraph
-from graphalign.logprobs import BUILT_IN, DEFAULT, LogProbabilities, find_function, refuse_nan, take
+from graphalign.logprobs import DEFAULT, LogProbabilities, find_function, name_of, refuse_nan, take
 
 DEFAULT_POSITIONS = 2048
 """Range of positions for a model whose config names none."""
@@ -164,8 +164,7 @@ def _tail_regime(logprobs: str | LogProbabilities | None) -> dict[str, Any]:
     """The regime's entry for another log-probability function than vLLM's own."""
     if logprobs is None:
         return {}
-    names = [k for k, f in BUILT_IN.items() if f is logprobs]
-    name = logprobs if isinstance(logprobs, str) else names[0] if names else f"{logprobs.__module__}:{logprobs.__qualname__}"
+    name = logprobs if isinstance(logprobs, str) else name_of(logprobs)
     return {} if name == DEFAULT else {"logprobs": name}
 
 

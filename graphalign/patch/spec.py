@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -195,6 +196,18 @@ def load(path: str | Path) -> PatchSpec:
         return parse(data.decode(), str(path))
     except (OSError, UnicodeDecodeError) as e:
         raise BadInputError(f"cannot read patch spec {path}: {e}", hint="give a patch.yaml as `graphalign patch` writes it") from None
+
+
+def refuse_other_target(spec: PatchSpec, target: Mapping[str, Any]) -> None:
+    """Compare a spec's target with that of a capture.
+
+    Raises:
+        BadInputError: they differ in the device, the instruction set or the tensor-parallel size.
+    """
+    differ = [k for k in ("device", "isa", "tp") if k in spec.target and k in target and spec.target[k] != target[k]]
+    if differ:
+        what = "; ".join(f"{k} is {target[k]}, the patch is for {spec.target[k]}" for k in differ)
+        raise BadInputError("the patch is for another target", where=what, hint="make a patch for this target with `graphalign find`")
 
 
 class _PlainLoader(yaml.SafeLoader):
