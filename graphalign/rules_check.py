@@ -18,6 +18,7 @@ from graphalign.ir.files import read_json
 from graphalign.ir.inference import InferenceGraph
 from graphalign.ir.training import TrainingGraph
 from graphalign.patch.ranges import decode_range
+from graphalign.rules import read_yaml
 from graphalign.sites.expected import Expected, compare_counts, find_expected, load_expected
 from graphalign.sites.find import diff
 from graphalign.sites.groups import Namer, Rule, first_fit, load_group_rules
@@ -74,7 +75,7 @@ def load_vectors(rules: Path) -> list[Vector]:
     out: list[Vector] = []
     for path in sorted((rules / "vectors").glob("*.yaml")):
         try:
-            out += [Vector.model_validate(x) for x in yaml.safe_load(path.read_text()) or []]
+            out += [Vector.model_validate(x) for x in read_yaml(path) or []]
         except (yaml.YAMLError, ValidationError, TypeError, OSError) as e:
             raise BadInputError(
                 f"bad file of test vectors {path.name}", where=str(e)[:400], hint="see CONTRIBUTING.md for its form"
@@ -152,7 +153,7 @@ def _settle(what: str, where: str, excuse: str, result: Result) -> None:
 def _check_ops(ops: dict[str, OpaqueOp], vectors: list[Vector], inference: dict[Path, InferenceGraph], result: Result) -> None:
     for name, rule in ops.items():
         c = rule.computes
-        inside = (*c.values, c.positions, c.table, c.head_size, c.neox, *c.only) if c else ()
+        inside = (*c.arguments(), *c.only) if c else ()
         roles = {r for r in (rule.input, rule.weight, rule.bias, rule.out, rule.layer, *rule.operands, *rule.weights, *inside) if r}
         own = [v for v in vectors if v.op == name]
         if not own:

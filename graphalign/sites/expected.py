@@ -10,6 +10,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from graphalign.errors import BadInputError
+from graphalign.rules import read_yaml
 from graphalign.sites.report import Report
 from graphalign.sites.table import ranges
 
@@ -28,6 +29,8 @@ class Expected(BaseModel):
     regime: dict[str, Any] = Field(default_factory=lambda: {"param_dtype": "bfloat16", "autocast": None, "logprobs": None})
     """Settings of the regime that must be as given."""
     simulated: bool = False
+    tp: int = 1
+    """Tensor-parallel size."""
     layers: int | None = None
     """Number of layers that the counts are for, where they depend on it; any if None."""
     layer: Counts
@@ -59,7 +62,7 @@ def load_expected(rules: Path) -> list[Expected]:
     found: list[Expected] = []
     for path in sorted((rules / "expected").glob("*.yaml")):
         try:
-            items = [Expected.model_validate(x) for x in yaml.safe_load(path.read_text()) or []]
+            items = [Expected.model_validate(x) for x in read_yaml(path) or []]
         except (yaml.YAMLError, ValidationError, TypeError, OSError) as e:
             raise BadInputError(
                 f"bad rule file expected/{path.name}", where=str(e)[:400], hint="see CONTRIBUTING.md for its form"
@@ -72,7 +75,7 @@ def load_expected(rules: Path) -> list[Expected]:
 
 
 def _about(e: Expected) -> tuple[Any, ...]:
-    return e.architecture, e.device, tuple(sorted((k, str(v)) for k, v in e.regime.items())), e.simulated, e.layers
+    return e.architecture, e.device, tuple(sorted((k, str(v)) for k, v in e.regime.items())), e.simulated, e.tp, e.layers
 
 
 def find_expected(known: list[Expected], report: Report) -> Expected | None:
@@ -80,7 +83,8 @@ def find_expected(known: list[Expected], report: Report) -> Expected | None:
     for e in sorted(known, key=lambda e: e.layers is None):
         if e.layers not in (None, report.model.get("layers")):
             continue
-        same = (e.architecture, e.device, e.simulated) == (report.model.get("architecture"), report.target.get("device"), report.simulated)
+        target = (report.target.get("device"), report.target.get("tp") or 1, report.simulated)
+        same = e.architecture == report.model.get("architecture") and (e.device, e.tp, e.simulated) == target
         if same and all(report.regime.get(k) == v for k, v in e.regime.items()):
             return e
     return None
@@ -120,7 +124,8 @@ def _places(at: list[int | None]) -> str:
 def verdict(report: Report, rules: Path) -> str:
     """The line at the end of `find`."""
     architecture, device = report.model.get("architecture"), report.target.get("device")
-    device = f"{device} (simulated)" if report.simulated else device
+    ranks = report.target.get("tp") or 1
+    device = (f"{device} tp {ranks}" if ranks != 1 else str(device)) + (" (simulated)" if report.simulated else "")
     expected = find_expected(load_expected(rules), report)
     if expected is None:
         return f"no expected counts for {architecture} on {device} in this regime; rules/expected can hold them (see CONTRIBUTING.md)"

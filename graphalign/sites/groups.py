@@ -12,6 +12,7 @@ from graphalign.align.edges import Finding
 from graphalign.errors import BadInputError
 from graphalign.evaluate.aten import base
 from graphalign.ir.dataflow import Op
+from graphalign.rules import read_yaml
 
 OneOrMore = str | tuple[str, ...]
 
@@ -53,7 +54,7 @@ def load_group_rules(rules: Path) -> list[Rule]:
     found: list[Rule] = []
     for path in sorted((rules / "groups").glob("*.yaml")):
         try:
-            found += [Rule.model_validate(x) for x in yaml.safe_load(path.read_text()) or []]
+            found += [Rule.model_validate(x) for x in read_yaml(path) or []]
         except (yaml.YAMLError, ValidationError, TypeError, OSError) as e:
             raise BadInputError(
                 f"bad rule file {path.name}", where=str(e)[:400], hint="see CONTRIBUTING.md for the form of a rule"

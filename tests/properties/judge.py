@@ -10,7 +10,7 @@ from graphalign.align.edges import compare
 from graphalign.ir.inference import InferenceGraph
 from graphalign.ir.training import TrainingGraph
 from graphalign.rules import rules_dir
-from graphalign.sites.find import diff
+from graphalign.sites.find import diff_pair
 from graphalign.sites.report import Report
 from tests.synthetic import Plan, Program, truth, writes
 
@@ -64,7 +64,7 @@ def judge(program: Program, plan: Plan, inference: InferenceGraph, training: Tra
 
     moves = {(f.verdict, value(f.producer), value(f.consumer)) for f in comparison.findings if f.verdict != "agree"}
     leftovers = [f"{side} op {i}: {why}" for (side, i), why in comparison.leftover.items()]
-    return Judged(moves, set(truth(program, plan)), diff(inference, training), leftovers)
+    return Judged(moves, set(truth(program, plan)), diff_pair(pair, rules_dir()), leftovers)
 
 
 def sites(report: Report) -> set[Any]:

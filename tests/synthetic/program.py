@@ -283,7 +283,8 @@ def distinct(program: Program) -> bool:
 
 def _distinct(program: Program, *, shared: bool) -> bool:
     content: list[np.ndarray] = []
-    keys: list[np.ndarray] = []
+    keys: list[set[int]] = []
+    next_to: list[set[int]] = []
     above: list[set[int]] = []
     for n, v in enumerate(program.values):
         args = [content[a] for a in v.args]
@@ -298,12 +299,13 @@ def _distinct(program: Program, *, shared: bool) -> bool:
         else:
             out = _NUMPY[v.kind](*args)
         content.append(out)
-        keys.append(np.unique(np.abs(out).reshape(-1).view(np.int64) >> 14))
+        keys.append(set((np.abs(out).reshape(-1).view(np.int64) >> 14).tolist()))
+        next_to.append({k + d for k in keys[n] for d in (0, 1)})
         above.append(set(v.args).union(*[above[a] for a in v.args]))
         if v.kind in TRANSPARENT or (shared and v.kind == "gemm"):
             continue
         others = [m for m in (above[n] if shared else range(n)) if program.values[m].kind not in TRANSPARENT]
-        if any(np.isin(keys[n] + d, keys[m]).any() for m in others for d in (0, 1)):
+        if not all(next_to[n].isdisjoint(keys[m]) for m in others):
             return False
     return True
 

@@ -8,7 +8,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from graphalign.errors import BadInputError
-from graphalign.rules import rules_dir
+from graphalign.rules import read_yaml, rules_dir
 
 CPU = "cpu"
 """The default target: vLLM's CPU engine, which really runs."""
@@ -46,7 +46,7 @@ def load_targets(rules: Path | None = None) -> dict[str, Target]:
     found: dict[str, Target] = {}
     for path in sorted((rules_dir(rules) / "targets").glob("*.yaml")):
         try:
-            items = yaml.safe_load(path.read_text()) or {}
+            items = read_yaml(path) or {}
             for key, item in items.items():
                 if key in found or key == CPU:
                     raise BadInputError(f"target {key} is declared twice in rules/targets", where=path.name, hint="remove one")
