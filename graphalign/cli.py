@@ -101,6 +101,10 @@ EngineArgs = Annotated[
 Target = Annotated[
     str, typer.Option(metavar="NAME", help="Where inference runs: cpu, or a GPU that need not be here; `graphalign targets` lists them.")
 ]
+TensorParallel = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="N", help="For a GPU target: one rank of N, as --engine-arg tensor_parallel_size=N."),
+]
 Entry = Annotated[Literal["llm", "server"], typer.Option(help="For a GPU target: the defaults of vLLM's LLM class, or of its server.")]
 Timeout = Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Give up on an engine that takes longer, and end it.")]
 Factory = Annotated[

@@ -21,6 +21,7 @@ from graphalign.cli import (
     Model,
     Rules,
     Target,
+    TensorParallel,
     Timeout,
     VllmPython,
     Weights,
@@ -122,6 +123,7 @@ def find(
     layers: Layers = None,
     weights: Weights = None,
     target: Target = "cpu",
+    tensor_parallel: TensorParallel = None,
     entry: Entry = "llm",
     vllm_python: VllmPython = None,
     engine_arg: EngineArgs = None,
@@ -148,6 +150,8 @@ def find(
 
       graphalign find example:qwen3-8b-base --out out/h100 --target h100
 
+      graphalign find example:qwen3-8b-base --out out/tp2 --target h100 --tensor-parallel 2
+
       graphalign find ./my-model --out out/trl --dtype float32 --autocast bfloat16
 
       graphalign find ./my-model --out out/v31 --vllm-python /envs/vllm-0.31/bin/python --baseline patch.yaml
@@ -160,7 +164,8 @@ def find(
     from graphalign.patch.ranges import tokens_to_record
     from graphalign.rules import rules_dir
 
-    arguments, factory, rules = console.parse_engine_args(engine_arg or ()), console.check_factory(factory), rules_dir(rules)
+    factory, rules = console.check_factory(factory), rules_dir(rules)
+    arguments = console.with_ranks(console.parse_engine_args(engine_arg or ()), tensor_parallel)
     console.require_folder(out)
     old = read_baseline(baseline)
     console.require_packages(*(() if vllm_python else ("vllm",)), "transformers")
@@ -199,6 +204,7 @@ def capture_inference_command(
     layers: Layers = None,
     weights: Weights = None,
     target: Target = "cpu",
+    tensor_parallel: TensorParallel = None,
     entry: Entry = "llm",
     keep_kernels: Annotated[Path | None, typer.Option(metavar="DIR", help="Also keep the generated kernels' source here.")] = None,
     vllm_python: VllmPython = None,
@@ -215,7 +221,7 @@ def capture_inference_command(
 
       graphalign capture inference example:qwen3 -o inf.json.gz --target h100 --keep-kernels kernels
     """
-    arguments = console.parse_engine_args(engine_arg or ())
+    arguments = console.with_ranks(console.parse_engine_args(engine_arg or ()), tensor_parallel)
     console.require_output(output)
     console.require_packages(*(() if vllm_python else ("vllm",)))
     engine = Engine(model=model, python=vllm_python, engine_args=arguments, layers=layers, weights=weights, timeout=timeout,

@@ -148,19 +148,19 @@ def check(
             if not skipped:
                 model, folder, layers = str(Path(work) / folder.name), Path(work) / folder.name, None
         real = not skipped
-        recorded = Path(work) / "values"
+        recorded, key = Path(work) / "values", str(spec.target.get("key", "cpu"))
         vocabulary = vocabulary_size(folder)
         tokens = [t % vocabulary for t in PROMPT]
         inference = capture_inference(
             folder,
             Path(work) / "inference.json.gz",
             python=vllm_python,
-            engine_args=arguments,
+            engine_args=arguments if key == "cpu" else {"tensor_parallel_size": spec.target.get("tp", 1), **arguments},
             layers=layers,
             timeout=timeout,
             progress=stages,
             values={"tokens": tokens, "out": recorded} if real else None,
-            target=str(spec.target.get("key", "cpu")),
+            target=key,
             entry=spec.target.get("entry", "llm"),
         )
         refuse_other_target(spec, inference.header.target)

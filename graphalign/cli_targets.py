@@ -20,9 +20,13 @@ if TYPE_CHECKING:
 def targets_command(rules: Rules = None) -> None:
     """List what `--target` accepts: the CPU engine, which really runs, and GPUs that are simulated.
 
-    Example:
+    Of a GPU, one rank of a tensor-parallel engine can be simulated too.
+
+    Examples:
 
       graphalign find example:qwen3 --target h100 --out out/h100
+
+      graphalign find example:qwen3 --target h100 --tensor-parallel 2 --out out/tp2
     """
     from rich import box
 

@@ -214,6 +214,20 @@ def parse_engine_args(pairs: Iterable[str]) -> dict[str, Any]:
     return parsed
 
 
+def with_ranks(arguments: dict[str, Any], ranks: int | None) -> dict[str, Any]:
+    """Engine arguments with the tensor-parallel size of `--tensor-parallel`.
+
+    Raises:
+        BadInputError: they name another one.
+    """
+    if ranks is None:
+        return arguments
+    if arguments.get("tensor_parallel_size", ranks) != ranks:
+        where = f"--tensor-parallel {ranks}, --engine-arg tensor_parallel_size={arguments['tensor_parallel_size']}"
+        raise BadInputError("the tensor-parallel size is given twice, differently", where=where, hint="give it once")
+    return {**arguments, "tensor_parallel_size": ranks}
+
+
 def _refuse_constant(name: str) -> None:
     raise ValueError(name)  # NaN and Infinity are no JSON: the text is kept as a string
 

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from graphalign.errors import CaptureFileError
 from graphalign.ir.files import load_raw, read_json
-from graphalign.ir.inference import Body, Graph, InferenceGraph, Node
+from graphalign.ir.inference import Body, Graph, InferenceGraph, Node, Segment
 from graphalign.ir.training import TrainingGraph
 
 
@@ -57,7 +57,7 @@ def inference_lines(graph: InferenceGraph) -> Iterator[str]:
         yield f"{title}: {_pairs(getattr(graph.header, title))}"
     yield from (f"note: {note}" for note in graph.header.notes)
     for p in graph.parameters:
-        parts = ", ".join(f"{s.checkpoint}[{s.start}:{s.start + s.length}] along {s.dim}" for s in p.segments)
+        parts = ", ".join(f"{s.checkpoint}[{s.start}:{s.start + s.length}] along {s.dim}{_shards(s)}" for s in p.segments)
         yield f"parameter {p.name}: {_tensor(p.dtype, p.shape)}" + (f" = {parts}" if parts else "") + ("" if p.learned else " (computed)")
     for a in graph.attention:
         yield f"attention {a.layer}: {_pairs(a.model_dump(exclude={'layer'}, exclude_defaults=True))}"
@@ -65,6 +65,11 @@ def inference_lines(graph: InferenceGraph) -> Iterator[str]:
         yield from _graph_lines(g)
     for key, body in graph.bodies.items():
         yield from _body_lines(key, body)
+
+
+def _shards(s: Segment) -> str:
+    """Which part of a checkpoint tensor a piece is, if it is not the whole."""
+    return "".join(f" (its {x.start}:{x.start + x.length} of {x.size} along {x.dim})" for x in s.shards)
 
 
 def _graph_lines(graph: Graph) -> Iterator[str]:

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 
 import torch
 
+from graphalign.align.heads import head_orders
 from graphalign.align.join import Join, chance_rate
 from graphalign.align.pair import Pair, check_same_model, choose_positions, prepare
 from graphalign.align.regions import Regions
 from graphalign.align.sums import Sums
-from graphalign.align.tables import TableMatch, snap
+from graphalign.align.tables import TableMatch, as_real, snap
 from graphalign.errors import AlignmentError
 from graphalign.evaluate import run_inference, run_training
 from graphalign.evaluate.identity import anchor_name
@@ -67,21 +68,32 @@ def align(pair: Pair, progress: Progress | None = None, *, layers: Layers = "ali
         layers: `own` gives every layer values of its own. Slower; without it equal layers share values, which may cancel where
             one region reads two layers (`x - g0 + g1`).
 
+    Where values part, all is tried again with other values: a mean may happen to be so near zero that its order of summation shows.
+
     Raises:
         AlignmentError: nothing matched at all.
     """
-    out = _align(pair, progress, layers)
-    found = {anchor_name(out.training.ops[i].key): factor for i, factor in out.scaled.items()}
-    if found != pair.factors:
-        pair.factors.update(found)
-        out = _align(pair, progress, layers)
+    out = _scaled(pair, progress, layers, SEED)
+    if out.parted:
+        again = _scaled(pair, progress, layers, SEED + 1)
+        out = again if len(again.parted) < len(out.parted) else out
     return out
 
 
-def _align(pair: Pair, progress: Progress | None, layers: Layers) -> Alignment:
+def _scaled(pair: Pair, progress: Progress | None, layers: Layers, seed: int) -> Alignment:
+    """An alignment that knows which experts are scaled."""
+    out = _align(pair, progress, layers, seed)
+    found = {anchor_name(out.training.ops[i].key): factor for i, factor in out.scaled.items()}
+    if found != pair.factors:
+        pair.factors.update(found)
+        out = _align(pair, progress, layers, seed)
+    return out
+
+
+def _align(pair: Pair, progress: Progress | None, layers: Layers, seed: int) -> Alignment:
     say = progress or (lambda stage, fraction: None)
     flow_i, flow_t, regions = pair.flow_i, pair.flow_t, pair.regions
-    arithmetic = pair.arithmetic(SEED, layers=layers)
+    arithmetic = pair.arithmetic(seed, layers=layers)
     say("evaluate", 0.0)
     native = run_training.native_constants(pair.capture_t, pair.training, arithmetic)
     computed = run_inference.computed_tables(pair.capture_i, pair.inference, arithmetic)
@@ -107,6 +119,7 @@ def _align(pair: Pair, progress: Progress | None, layers: Layers) -> Alignment:
             reverse[i].append(t)
     out.reverse = {k: tuple(v) for k, v in reverse.items()}
     _match_operands(out, run_t, run_i, join)
+    pair.orders = head_orders(flow_t, out.partners, run_t.operands, run_i.operands)
     for op in flow_t.ops:
         if op.kind == "table" and op.id not in out.partners and (number := native.get(op.key[0])) is not None and number.numel() == 1:
             if torch.equal(number.bfloat16().double(), number.double()):
@@ -115,8 +128,8 @@ def _align(pair: Pair, progress: Progress | None, layers: Layers) -> Alignment:
     out.chance = chance_rate([join.keys[i] for i in ids if i in join.keys])
     out.compared, out.arrays = join.compared, len(join.keys)
     say("align", 1.0)
-    paired = sum(1 for op in flow_t.ops if op.kind == "op" and op.id in out.partners)
-    if not paired:
+    kinds = ("op",) if any(op.kind == "op" for op in flow_t.ops) else ("anchor",)  # a model may be nothing but GEMMs
+    if not any(op.kind in kinds and op.id in out.partners for op in flow_t.ops):
         raise AlignmentError(
             "not one operation of the training graph was found in the inference graph",
             where=f"{len(flow_t.ops)} training ops, {len(flow_i.ops)} inference ops",
@@ -191,7 +204,7 @@ def _join_regions(
     held_by: dict[int, dict[int, list[int]]] = {}
     for t, region in regions.region.items():
         val = run_t.values.get(t)
-        if t in regions.sums or val is None or not val.data.is_floating_point():
+        if t in regions.sums or val is None or not (val.data.is_floating_point() or val.data.is_complex()):
             continue
         if region not in held_by:
             held_by[region] = {}
@@ -200,7 +213,7 @@ def _join_regions(
                 if x is not None and i not in held_sums and x.data.is_floating_point():
                     join.key(x.id, x.data)
                     held_by[region].setdefault(x.id, []).append(i)
-        join.key(val.id, val.data)
+        join.key(val.id, as_real(val.data))
         found = join.partners(val.id, tuple(held_by[region]))
         held = sorted(i for x in found for i in held_by[region][x])
         parts = {i for i in held if not join.inside(val.id, run_i.values[i].id)}
@@ -229,6 +242,7 @@ def _match_operands(out: Alignment, run_t: run_training.Run, run_i: run_inferenc
     """Matched anchors' operands: do the inference operands hold the training operands' elements?"""
     flow_t, flow_i = out.training, out.inference
     final = [op for op in flow_i.ops if op.kind == "output"]
+    alive: list[torch.Tensor | None] = []  # an identity is an address: it must stay taken
     for op in flow_t.ops:
         if op.kind != "anchor":
             continue
@@ -240,6 +254,8 @@ def _match_operands(out: Alignment, run_t: run_training.Run, run_i: run_inferenc
                 (i, s) for i in partners for s in ([slot] if flow_i.ops[i].kind == "anchor" else [0]) if s < len(flow_i.ops[i].operands)
             ]
             a = run_t.operands.get((op.id, slot))
+            a = a if a is None else run_t.arithmetic.shards.operand(op, slot, a)
+            alive.append(a)
             hit = None
             for pair in pairs:
                 b = run_i.operands.get(pair)

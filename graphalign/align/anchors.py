@@ -33,7 +33,9 @@ def compare_anchors(pair: Pair, al: Alignment) -> list[Difference]:
             continue
         for i in al.partners.get(op.id, ())[:1]:
             other = al.inference.ops[i]
-            if op.target == "attention" and (layer := layers.get(str(other.detail.get("layer")))) is not None:
+            if (op.target == "attention" or op.detail.get("parameters")) and (
+                layer := layers.get(str(other.detail.get("layer")))
+            ) is not None:
                 found += [
                     Difference(op.id, name, why)
                     for name, why in _attention(op, _shape(pair, op), layer, longest, al.rescaled.get(op.id, 1.0))

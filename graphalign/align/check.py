@@ -27,6 +27,8 @@ from graphalign.ir.dataflow import Op
 CHECK_SEED = 77003
 EXACT = 0.9999
 """Share of an operand's elements that must be equal; float64 noise may flip a tie, nothing else may differ."""
+QUERY_KEY = 2
+"""An attention's first operands, of which products are taken."""
 FAR = 2.0**-3
 """Distance that roundings to BF16 (2⁻⁹ each) do not reach, relative to an element and the operand's root mean square."""
 
@@ -134,9 +136,9 @@ class Checker:
                 if a is None or b is None:
                     missing[key] = "no counterpart on the inference side" if b is None else "could not be evaluated"
                     continue
-                both = (op.target == "attention", place(a), place(b))
+                both = (op.target == "attention", place(a), place(b), slot, self.pair.orders.get(op.id), self.arithmetic.shards.reads(op))
                 if both not in known:
-                    known[both] = equal_share(in_layout(op, a), unpadded(op, a, b))
+                    known[both] = equal_share(*self.sides(op, slot, a, b))
                 share = known[both]
                 if share is None:
                     missing[key] = f"sizes differ: {a.numel()} and {b.numel()}"
@@ -150,11 +152,18 @@ class Checker:
         for key in keys:
             op = self.pair.flow_t.ops[key[0]]
             if op.target in ("gemm", "attention"):
-                a, b = run.operands[key], self.partner[key]
-                a, b = in_layout(op, a), unpadded(op, a, b).reshape(-1)
+                a, b = self.sides(op, key[1], run.operands[key], self.partner[key])
+                b = b.reshape(-1)
                 near = (a - b).abs() <= FAR * (b.abs() + b.square().mean().sqrt())
                 out[key] = 1.0 - float(near.double().mean())
         return out
+
+    def sides(self, op: Op, slot: int, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A training operand and the engine's, element by element: flat, of the trainer's the part that the engine's rank has."""
+        own = self.arithmetic.shards.operand(op, slot, a)
+        if slot < QUERY_KEY and (order := self.pair.orders.get(op.id)) is not None:
+            own = own[..., list(order)]
+        return in_layout(op, own), unpadded(op, own, b)
 
     def name(self, key: tuple[int, int]) -> str:
         """An operand's name for people."""
@@ -260,9 +269,8 @@ def _effect(checker: Checker, base: run_training.Run, edit: Edit, behind: Behind
     for key in reached:
         op, b = checker.pair.flow_t.ops[key[0]], checker.partner[key]
         a = redo.operands.get(key)
-        share = equal_share(in_layout(op, a), unpadded(op, a, b)) if a is not None else None
-        stays = base.operands[key]
-        shares.append((share, equal_share(in_layout(op, stays), unpadded(op, stays, b))))
+        share = equal_share(*checker.sides(op, key[1], a, b)) if a is not None else None
+        shares.append((share, equal_share(*checker.sides(op, key[1], base.operands[key], b))))
     changes = any(a is not None and b is not None and a < b for a, b in shares)
     return Effect(tuple(shares), not changes and _is_exact(base, edit))
 
@@ -276,4 +284,4 @@ def _is_exact(base: run_training.Run, edit: Edit) -> bool:
     a, b = base.value(read[edit.slot]).data, base.unrounded(read[edit.slot]).data
     if edit.kind == "round":
         b = round_to(a, edit.format)
-    return a.shape == b.shape and torch.equal(a, b)
+    return a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)  # NaN: what other ranks hold

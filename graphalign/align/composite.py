@@ -8,9 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from graphalign.align.accumulate import summed_in
+from graphalign.align.core import trim
+from graphalign.align.latent import attends, latent
+from graphalign.align.routed import routed
 from graphalign.evaluate.aten import TRANSPARENT, base
 from graphalign.ir.args import references
-from graphalign.ir.dataflow import Dataflow
+from graphalign.ir.dataflow import LOW_PRECISION, Dataflow, Op
 from graphalign.ir.inference import InferenceGraph, Parameter, Segment
 from graphalign.ir.training import Node, TrainingGraph, Value
 
@@ -35,14 +39,14 @@ def fold(capture: TrainingGraph, inference: Dataflow) -> Folded:
     """
     composites = [op for op in inference.ops if op.kind == "anchor" and op.target == "composite"]
     owners = {str(op.detail["owner"]): len(op.operands) if op.detail.get("own") or op.detail.get("whole") else 0 for op in composites}
-    own = {str(op.detail["owner"]) for op in composites if op.detail.get("own")}
+    own = {str(op.detail["owner"]): op for op in composites if op.detail.get("own") or op.detail.get("routed")}
     if not owners:
         return Folded(capture, {})
     failed: dict[str, str] = {}
     of_module: dict[str, list[int]] = {}
     there = {node.module for node in capture.nodes}
-    places = {str(op.detail["owner"]): str(op.detail.get("module") or "") for op in composites}
-    places = {owner: module if owner in own and owner not in there and module in there else owner for owner, module in places.items()}
+    attending = {node.module for node in capture.nodes if attends(node)}
+    places = {owner: _place(own[owner], there, attending) if owner in own else owner for owner in owners}
     for n, node in enumerate(capture.nodes):
         for owner, place in places.items():
             if node.module == place or (owner not in own and node.module.startswith(place + ".")):
@@ -62,12 +66,28 @@ def fold(capture: TrainingGraph, inference: Dataflow) -> Folded:
             parameters.update(o.id for o in node.outputs if o is not None)
     for owner in owners:
         inside = of_module.get(owner)
-        if not inside:
-            failed[owner] = "the trainer has no such module"
+        kind = own[owner].detail if owner in own else {}
+        if not inside and not kind.get("routed"):
+            failed[places[owner]] = "the trainer has no such module"
             continue
+        if kind.get("latent") or kind.get("routed"):
+            found = (
+                latent(capture, inside or [], parameters, readers)
+                if kind.get("latent")
+                else routed(capture, places[owner], _router(inference, own[owner]), parameters, readers)
+            )
+            if isinstance(found, str):
+                failed[places[owner]] = found
+                continue
+            node, inside = found
+            replaced[inside[-1]] = node.model_copy(update={"module": places[owner], "kwargs": {**node.kwargs, "owner": owner}})
+            dropped.update(inside[:-1])
+            continue
+        assert inside is not None
         if owner in own:
-            inside = _own(capture, inside)
-        made = _composite(capture, owner, inside, readers, values, parameters, owners[owner], owner in own)
+            inside = _own(capture, trim(capture, _own(capture, inside), parameters, inference, own[owner]))
+        inside = _without_upcasts(capture, inside, readers)
+        made = _composite(capture, owner, inside, readers, values, parameters, owners[owner], places[owner] if owner in own else "")
         if isinstance(made, str) and not owners[owner]:  # the checkpoint names no module of experts only: a router lies beside them
             parts: dict[str, list[int]] = {}
             for n in inside:
@@ -78,7 +98,7 @@ def fold(capture: TrainingGraph, inference: Dataflow) -> Folded:
             if len(fits) == 1:
                 inside, made = fits[0]
         if isinstance(made, str):
-            failed[owner] = made
+            failed[places[owner]] = made
             continue
         replaced[inside[-1]] = made
         dropped.update(inside[:-1])
@@ -94,12 +114,12 @@ def _composite(
     values: dict[int, Value],
     parameters: set[int],
     operands: int,
-    own: bool = False,
+    own: str = "",
 ) -> Node | str:
     """One node for a module's nodes. Or why not.
 
     Experts read hidden states, routing weights and expert numbers; a layer, or its own core, reads `operands` activations. One value comes
-    out.
+    out. For a core, `own` is the module that it is part of.
     """
     if not inside:
         return "the module computes nothing of its own"
@@ -111,7 +131,7 @@ def _composite(
         return f"{len(left)} of its values are read outside"
     if any(n < inside[-1] for n in readers.get(left[0], ()) if n not in members):
         return "its result is read before it ends"
-    done = {"outputs": (values[left[0]],), "module": owner, "source": capture.nodes[inside[-1]].source}
+    done = {"outputs": (values[left[0]],), "module": own or owner, "source": capture.nodes[inside[-1]].source}
     if operands:
         if len(read) != operands and own:  # pieces of one projection are that projection
             views = {o.id: x for x in capture.nodes if x.module == capture.nodes[inside[-1]].module and base(x.op) in TRANSPARENT
@@ -119,7 +139,7 @@ def _composite(
             read = list(dict.fromkeys(_viewed(v, views) for v in read))
         if len(read) != operands:
             return f"{'its own forward' if own else 'it'} reads {len(read)} activations, the engine's op {operands}"
-        return Node(op=OP, args=tuple({"v": v} for v in read), kwargs={"own": True} if own else {}, **done)
+        return Node(op=OP, args=tuple({"v": v} for v in read), kwargs={"own": True, "owner": owner} if own else {}, **done)
     numbers = [v for v in read if values[v].dtype.startswith("int")]
     ids = numbers[0] if numbers else None
     size = _numel(values[ids]) if ids is not None else 0
@@ -127,7 +147,24 @@ def _composite(
     hidden = [v for v in read if v not in numbers and v not in weights and _numel(values[v]) > 1]
     if ids is None or len(numbers) != 1 or len(weights) != 1 or len(hidden) != 1:
         return f"it reads {len(hidden)} activations, {len(weights)} routing weights and {len(numbers)} integer tensors, not one of each"
-    return Node(op=OP, args=({"v": hidden[0]}, {"v": weights[0]}, {"v": ids}), kwargs={"routing": [1, 2]}, **done)
+    sums = summed_in([capture.nodes[n] for n in inside], values[left[0]])
+    return Node(op=OP, args=({"v": hidden[0]}, {"v": weights[0]}, {"v": ids}), kwargs={"routing": [1, 2], "sums": sums}, **done)
+
+
+def _place(op: Op, modules: set[str], attending: set[str]) -> str:
+    """The trainer's module that an op of the engine is in: named by the engine as the op's layer or module, or by what they hold."""
+    named = [str(p) for p in op.detail["places"]]
+    if op.detail.get("latent"):
+        return next((p for name in named for p in (name, name.rpartition(".")[0]) if p in attending), named[0])
+    if op.detail.get("routed"):
+        return next((p for p in named if any(m == p or m.startswith(f"{p}.") for m in modules)), named[0])
+    return next((p for p in named if p in modules), named[0])
+
+
+def _router(inference: Dataflow, op: Op) -> str:
+    """The parameter that an op's router logits are computed with, empty if they are no GEMM's result."""
+    names = {name for r in op.operands[1] for name in inference.ops[r.producer].key[1:-1] if inference.ops[r.producer].target == "gemm"}
+    return str(names.pop()) if len(names) == 1 else ""
 
 
 def _viewed(value: int, views: dict[int, Node]) -> int:
@@ -147,6 +184,19 @@ def _own(capture: TrainingGraph, inside: list[int]) -> list[int]:
             kept.append(n)
             produced.update(o.id for o in node.outputs if o is not None)
     return kept
+
+
+def _without_upcasts(capture: TrainingGraph, inside: list[int], readers: dict[int, list[int]]) -> list[int]:
+    """Without the exact casts to FP32 at a module's end: its result is what they read, with the rounding that they would hide."""
+    members = set(inside)
+    made = {o.id: o.dtype for n in inside for o in capture.nodes[n].outputs if o is not None}
+    for n in reversed(inside):
+        node = capture.nodes[n]
+        if base(node.op) != "_to_copy" or made.get((_reads(node) or [-1])[0]) not in LOW_PRECISION:
+            continue
+        if all(o is not None and o.dtype == "float32" and not members.intersection(readers.get(o.id, ())) for o in node.outputs):
+            members.discard(n)
+    return [n for n in inside if n in members]
 
 
 def _reads(node: Node) -> list[int]:

@@ -75,6 +75,8 @@ class _Comparer:
         for op in self.t.ops:
             if op.kind not in ("op", "anchor") or (op.id in self.tail and op.kind == "op"):
                 continue
+            if op.target == "logprobs" and not self.al.partners.get(op.id):
+                continue  # an inference capture without the tail
             for slot, operand in enumerate(op.operands):
                 for ref in dict.fromkeys(operand):
                     self.out.findings.append(self._judge(op.id, slot, ref))
@@ -136,7 +138,7 @@ class _Comparer:
                 return "unpatchable", inference, f"the engine's {p.target} leaves an unrounded result; the trainer's kernel rounds inside"
             if p.kind == "parameter":
                 return "unpatchable", inference, "the engine holds this parameter in a wider format"
-            if p.kind == "table" and layer_of(p.module) != layer_of(c.module):
+            if p.kind == "table" and layer_of(p.module) != layer_of(c.module) and not p.detail.get("outside"):
                 return "unpatchable", inference, f"{p.module or 'the model'} rounds this table before the layer that reads it gets it"
             if c.target == "composite":
                 return (
@@ -148,6 +150,8 @@ class _Comparer:
                 return "unpatchable", inference, f"the engine's {c.target} reads an unrounded operand; the trainer's kernel cannot"
             return "keep", inference, ""
         if inference and not training:
+            if p.dtype.startswith("complex"):
+                return "unpatchable", inference, "the trainer holds these as complex numbers, which have no low-precision format"
             return "round", inference, ""
         return "undetermined", inference, f"both sides round, differently: {_show(training)} and {_show(inference)}"
 

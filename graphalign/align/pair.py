@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from graphalign.align.composite import fold, rename
+from graphalign.align.opwise import fold_attention
 from graphalign.align.regions import Regions, cut, stream_terms
 from graphalign.errors import BadInputError
 from graphalign.evaluate import trace_inference, trace_training
@@ -13,7 +14,9 @@ from graphalign.evaluate.aten import ATTENTIONS, base
 from graphalign.evaluate.identity import anchor_name
 from graphalign.evaluate.opaque import load_opaque_ops
 from graphalign.evaluate.returns import unwrap
+from graphalign.evaluate.shards import Shards, read_shards
 from graphalign.evaluate.values import Arithmetic, Layers
+from graphalign.ir.args import references
 from graphalign.ir.dataflow import Dataflow
 from graphalign.ir.inference import InferenceGraph
 from graphalign.ir.paths import layer_of
@@ -43,6 +46,10 @@ class Pair:
     """Whether equal work is done once, see `Arithmetic.share`."""
     factors: dict[str, float] = field(default_factory=dict)
     """Found by the alignment: experts whose routing weights the trainer multiplies by a constant and the engine their result, by name."""
+    shards: Shards = field(default_factory=Shards)
+    """What the engine's rank holds of the trainer's values."""
+    orders: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Found by the alignment: attention anchors whose heads hold their elements in another order, see `heads`."""
     shallow: int = SHALLOW
     """Up to this many layers, every layer has values of its own in the check; in more layers they take turns."""
 
@@ -61,8 +68,11 @@ class Pair:
             default=64,
         )
         ids = tuple((7 + 13 * shift + 11 * t) % vocabulary for t in range(tokens))
+        held = [part.length for name, parts in self.shards.parameters.items() if "embed" in name and (part := parts.get(0)) is not None]
+        if held:  # what other ranks hold comes from them
+            ids = tuple(i % min(held) for i in ids)
         stream = stream_terms(self.flow_t, self.regions) if layers == "turns" else {}
-        return Arithmetic(seed, positions, ids, rounds, layers, stream, self.share, self.factors, self._heads())
+        return Arithmetic(seed, positions, ids, rounds, layers, stream, self.share, self.factors, self._heads(), self.shards)
 
     def _heads(self) -> dict[str, tuple[int, int]]:
         """Number and size of the heads that every attention of the trainer returns, by the anchor's name."""
@@ -92,10 +102,26 @@ def prepare(inference: InferenceGraph, training: TrainingGraph, rules: Path, *, 
     inference = unwrap(inference, known)
     ti = trace_inference.Tracer(inference, known)
     flow_i = ti.run()
+    if any(op.target == "attention" or op.detail.get("latent") for op in flow_i.ops):
+        training = fold_attention(training)
     folded = fold(training, flow_i)
     tt = trace_training.Tracer(folded.capture)
     flow_t = tt.run()
-    return Pair(inference, folded.capture, ti, tt, flow_i, flow_t, cut(flow_t, flow_i), folded.failed, share, shallow=shallow)
+    shards = read_shards(inference, flow_i, flow_t, _head_counts(folded.capture, flow_t))
+    regions = cut(flow_t, flow_i)
+    return Pair(inference, folded.capture, ti, tt, flow_i, flow_t, regions, folded.failed, share, shards=shards, shallow=shallow)
+
+
+def _head_counts(capture: TrainingGraph, flow: Dataflow) -> dict[int, tuple[int, int, int]]:
+    """Training attention to its numbers of heads of query, key and value."""
+    shapes = {o.id: o.shape for node in capture.nodes for o in node.outputs if o is not None}
+    found: dict[int, tuple[int, int, int]] = {}
+    for op in flow.ops:
+        if op.target == "attention":
+            read = [shapes.get(v, ()) for v in references(capture.nodes[op.detail["node"]].args, "v")][:3]
+            if len(read) == 3 and all(len(s) == HEADS_FIRST for s in read):
+                found[op.id] = (read[0][1], read[1][1], read[2][1])
+    return found
 
 
 def _learned_buffers(inference: InferenceGraph, training: TrainingGraph) -> TrainingGraph:

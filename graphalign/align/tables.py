@@ -58,8 +58,9 @@ def snap(
     whole = [(t, data) for t in capture.tables if (data := _whole(t)) is not None]
     for value, op in tracer.table_of_value.items():
         data = native.get(value)
-        if data is None or not data.is_floating_point() or data.numel() == 0 or not bool(torch.isfinite(data).all()):
+        if data is None or not (data.is_floating_point() or data.is_complex()) or data.numel() == 0 or not bool(torch.isfinite(data).all()):
             continue
+        turned, data = data.is_complex(), as_real(data)  # cosines and sines of rotary embeddings as complex numbers
         best: tuple[float, torch.Tensor] | None = None
         names: list[str] = []
         axis = next((d for d, n in enumerate(data.shape) if n == len(positions)), None)
@@ -80,11 +81,16 @@ def snap(
             continue
         if best[0] <= 1.0:
             names = [n for named, worst, picked in candidates if worst <= 1.0 and torch.equal(picked, best[1]) for n in named]
-            snapped[op] = best[1]
+            snapped[op] = torch.view_as_complex(best[1].contiguous()) if turned else best[1]
             matches.append(TableMatch(op, names[0], best[0], tuple(names)))
         else:
             matches.append(TableMatch(op, "", best[0]))
     return snapped, matches
+
+
+def as_real(data: torch.Tensor) -> torch.Tensor:
+    """Complex numbers as pairs of real ones, as the engine has them; anything else as it is."""
+    return torch.view_as_real(data) if data.is_complex() else data
 
 
 def _distinct(computed: dict[str, torch.Tensor], tokens: int) -> list[tuple[tuple[str, ...], str, torch.Tensor]]:

@@ -36,6 +36,10 @@ from typing import Any
 TABLE_ROWS_DENSE = 16
 TABLE_ROWS_SPREAD = 48
 TABLE_ROW_LIMIT = 1 << 16
+TABLE_ROWS_FEW = 128
+"""Rows up to which a table is recorded whole; a vector is up to `TABLE_ROW_LIMIT`."""
+SHARD_RUNS = 4
+"""Most runs of rows of one checkpoint tensor in a rank's weight: query, key, value and a gate, merged."""
 PROBE_BASE = 7000
 """Distinct probe values per pass; a second pass tells more than that many tensors apart."""
 
@@ -655,7 +659,7 @@ class GraphReader:
         schema = getattr(op, "_schema", None)
         if hasattr(ir, "unflatten_args"):
             args, kwargs = ir.unflatten_args(ir.inputs, ir.constant_args)
-            kwargs = {**kwargs, **(ir.kwargs or {})}
+            kwargs = {**(ir.kwargs or {}), **kwargs}  # code generation leaves text for the wrapper in `ir.kwargs` (torch 2.13)
         else:
             args, kwargs = [*ir.inputs, *ir.constant_args], dict(ir.kwargs or {})
         if schema is None:
@@ -927,10 +931,12 @@ class Probe:
     turns up is where the tensor goes. This needs to know nothing about the architecture.
     """
 
-    def __init__(self, world: World, model: Any, tensors: dict[str, tuple[str, tuple[int, ...]]]) -> None:
+    def __init__(self, world: World, model: Any, tensors: dict[str, tuple[str, tuple[int, ...]]], at_end: Any = None) -> None:
         self.world, self.model = world, model
         self.names = list(tensors)
         self.tensors = tensors
+        self.at_end = at_end
+        """A context in which a parameter that keeps one element per row keeps the last; None if none does (see `engines.gpu.model`)."""
 
     def run(self) -> None:
         import torch
@@ -955,6 +961,7 @@ class Probe:
                     passes.append({n: segments_of(t.detach()) for n, t in state.items()})
                 filled = self._read(passes)
                 self._check_order(state, filled)
+                self._find_shards(state, filled)
         finally:
             with torch.no_grad():
                 for n, t in saved.items():
@@ -1008,14 +1015,15 @@ class Probe:
         """Load row numbers instead of constants: rows within a piece must come in order."""
         import torch
 
-        def rows() -> Any:
+        def rows(unit: int = 1) -> Any:
             for name in self.names:
                 dtype, shape = self.tensors[name]
-                count = torch.arange(1, (shape[0] if shape else 1) + 1) % 251
+                count = torch.arange(shape[0] if shape else 1) // unit % 251 + 1  # BF16 holds each
                 column = count.to(getattr(torch, dtype, torch.bfloat16)).reshape([-1] + [1] * (len(shape) - 1))
                 yield name, column.expand(shape) if shape else column.reshape(())
 
         self.model.load_weights(rows())
+        permuted = []
         for name in filled:
             t = state[name].detach()
             for s in self.world.parameters[name]["segments"]:
@@ -1024,7 +1032,96 @@ class Probe:
                     piece = t[s["start"] : s["start"] + s["length"]].reshape(s["length"], -1)[:, 0].float()
                     steps = piece[1:] - piece[:-1]
                     if bool(((steps != 1) & (steps != -250)).any()):
-                        self.world.note(f"rows of {s['checkpoint']} are permuted in {name}")
+                        permuted.append((name, s, piece.round().long() - 1))
+        if permuted:
+            self.model.load_weights(rows(251))
+        for name, s, low in permuted:
+            high = state[name].detach()[s["start"] : s["start"] + s["length"]].reshape(s["length"], -1)[:, 0].float().round().long() - 1
+            order = (low + 251 * high).tolist()
+            if sorted(order) == list(range(s["length"])):
+                s["order"] = steps_of(order)
+            else:
+                self.world.note(f"rows of {s['checkpoint']} are permuted in {name}")
+
+    # -- shards -----------------------------------------------------------------------------------------------------
+
+    def _find_shards(self, state: dict[str, Any], filled: set[str]) -> None:
+        """Which part of a checkpoint tensor a piece holds, if it is not the whole (one rank of a tensor-parallel engine).
+
+        Every checkpoint tensor is loaded with the index along one dimension as its values; what turns up in the piece is the part.
+        """
+        partial = []
+        for name in filled:
+            for s in self.world.parameters[name]["segments"]:
+                piece, shape = self._piece(state[name], s), self.tensors[s["checkpoint"]][1]
+                if piece.numel() != math.prod(shape):
+                    if piece.dim() != len(shape):
+                        self.world.note(f"which part of {s['checkpoint']} is in {name} is not known: their dimensions differ")
+                        continue
+                    partial.append((name, s, shape))
+        for dim in range(max((len(shape) for *_, shape in partial), default=0)):
+            starts = self._positions(state, partial, dim)
+            with self.at_end() if self.at_end is not None else contextlib.nullcontext():
+                ends = self._positions(state, partial, dim) if self.at_end is not None else starts
+            for (name, s, shape), first, last in zip(partial, starts, ends, strict=True):
+                if dim >= len(shape) or first is None or last is None:
+                    continue
+                length = self._piece(state[name], s).shape[dim]
+                if length == shape[dim] and first[0] == 0:
+                    continue
+                thin = len(first) != length
+                starts_at = [0, *(i for i in range(1, len(first)) if first[i] != first[i - 1] + 1)]  # runs of successive indices
+                if (first[0] + length - 1 != last[-1]) if thin else len(starts_at) > SHARD_RUNS:
+                    self.world.note(f"the part of {s['checkpoint']} that is in {name} is not contiguous along dimension {dim}")
+                    continue
+                for at, end in zip(starts_at, [*starts_at[1:], length], strict=True):
+                    s.setdefault("shards", []).append({"dim": dim, "start": first[at], "length": end - at, "size": shape[dim]})
+
+    @staticmethod
+    def _piece(t: Any, s: dict[str, Any]) -> Any:
+        t = t.detach()[tuple(s["index"])]
+        return t.narrow(s["dim"] - len(s["index"]), s["start"], s["length"]) if t.dim() else t
+
+    def _positions(self, state: dict[str, Any], partial: list[Any], dim: int) -> list[list[int] | None]:
+        """For every piece, the indices along `dim` of the checkpoint tensor that it holds; one index where a row keeps one element."""
+        import torch
+
+        values = torch.tensor(probe_values(PROBE_BASE))
+        number = {v: i for i, v in enumerate(values.tolist())}
+        found: list[list[int] | None] = [[] if dim < len(shape) else None for *_, shape in partial]
+        largest = max((shape[dim] for *_, shape in partial if dim < len(shape)), default=0)
+        for digit in range(1 if largest < PROBE_BASE else 2):
+
+            def numbered(digit: int = digit) -> Any:
+                for name in self.names:
+                    dtype, shape = self.tensors[name]
+                    size = shape[dim] if dim < len(shape) else 1
+                    index = torch.arange(size) // PROBE_BASE**digit % PROBE_BASE
+                    line = values[index].to(getattr(torch, dtype, torch.bfloat16))
+                    yield name, line.reshape([size if d == dim else 1 for d in range(len(shape))]).expand(shape) if shape else line[0]
+
+            self.model.load_weights(numbered())
+            for at, (name, s, shape) in enumerate(partial):
+                if dim < len(shape):
+                    piece = self._piece(state[name], s)
+                    line = piece[tuple(slice(None) if d == dim else 0 for d in range(piece.dim()))]
+                    read = [number.get(v, 0) for v in (line[:1] if line.stride(0) == 0 else line).float().tolist()]
+                    known = found[at] or [0] * len(read)
+                    found[at] = [a + b * PROBE_BASE**digit for a, b in zip(known, read, strict=True)]
+        return found
+
+
+def steps_of(order: list[int]) -> list[tuple[int, int, int]]:
+    """Numbers as runs (first, step, count)."""
+    runs: list[list[int]] = []
+    for x in order:
+        if runs and runs[-1][2] == 1:
+            runs[-1][1:] = [x - runs[-1][0], 2]
+        elif runs and x == runs[-1][0] + runs[-1][1] * runs[-1][2]:
+            runs[-1][2] += 1
+        else:
+            runs.append([x, 1, 1])
+    return [(first, step, count) for first, step, count in runs]
 
 
 def segments_of(t: Any) -> list[tuple[tuple[int, ...], int, int, int, float]] | None:
@@ -1134,15 +1231,15 @@ def register_loader(world: World, request: dict[str, Any]) -> None:
             return model
 
 
-def find_segments(world: World, model: Any, request: dict[str, Any], quantised: Any) -> None:
-    """Fill `world.parameters[…]["segments"]`, by a probe or, failing that, by names."""
+def find_segments(world: World, model: Any, request: dict[str, Any], quantised: Any, at_end: Any = None) -> None:
+    """Fill `world.parameters[…]["segments"]`, by a probe or, failing that, by names. `at_end`: see `Probe`."""
     tensors: dict[str, Any] = {}
     try:
         tensors = checkpoint_tensors(request["model"]) or meta_tensors(request["model"])
         tensors = {n: t for n, t in tensors.items() if within(n, request.get("layers"))}
         if quantised:
             raise RuntimeError(f"weights are quantised ({quantised})")
-        Probe(world, model, tensors).run()
+        Probe(world, model, tensors, at_end).run()
     except Refused:
         raise
     except Exception as e:  # any model's load_weights may refuse constants
@@ -1201,8 +1298,10 @@ def read_attention(context: dict[str, Any]) -> list[dict[str, Any]]:
     return out
 
 
-def table_rows(count: int) -> list[int]:
-    """The first 16 rows, about 48 spread geometrically, and the last."""
+def table_rows(count: int, wide: bool = True) -> list[int]:
+    """The first 16 rows, about 48 spread geometrically, and the last; all of them if they are few, or single numbers."""
+    if count <= TABLE_ROWS_FEW or not wide:
+        return list(range(count))
     rows = set(range(min(count, TABLE_ROWS_DENSE))) | {count - 1}
     if count > TABLE_ROWS_DENSE:
         ratio = (count / TABLE_ROWS_DENSE) ** (1 / TABLE_ROWS_SPREAD)
@@ -1216,9 +1315,9 @@ def read_table(name: str, t: Any) -> dict[str, Any] | None:
 
     t = t.detach()
     t = t.reshape(1) if t.dim() == 0 else t
-    if not t.numel() or t[0].numel() > TABLE_ROW_LIMIT:
+    if not t.numel() or t[0].numel() > TABLE_ROW_LIMIT or (t.dim() == 1 and t.numel() > TABLE_ROW_LIMIT):
         return None
-    rows = table_rows(t.shape[0])
+    rows = table_rows(t.shape[0], t.dim() > 1)
     data = t[torch.tensor(rows, device=t.device)].to("cpu", torch.float32).contiguous().reshape(-1)
     raw = struct.pack(f"<{data.numel()}f", *data.tolist())
     return {"name": name, "dtype": dtype_name(t.dtype), "shape": list(t.shape), "rows": rows, "values": base64.b64encode(raw).decode()}
@@ -1261,6 +1360,8 @@ def read_target(config: Any, recorder: Recorder) -> dict[str, Any]:
 
     device = current_platform.device_type
     target: dict[str, Any] = {"device": device, "tp": config.parallel_config.tensor_parallel_size}
+    if target["tp"] > 1:
+        target["rank"] = config.parallel_config.rank
     if device == "cpu":
         with recorder.guard("CPU capability"):
             target["isa"] = torch.backends.cpu.get_cpu_capability()
@@ -1459,50 +1560,56 @@ class Lowered(Exception):
     """Ends a compilation whose graph has been read."""
 
 
-def record_tail(world: World, recorder: Recorder, config: Any) -> None:
-    """Add the tail as a graph of its own: `compute_logits`, and the sampler's log-probabilities of given tokens.
+def record_tail(world: World, recorder: Recorder, config: Any, graphs: list[dict[str, Any]], fake: Any = None,
+                options: Any = None) -> None:  # fmt: skip
+    """Add the tail to the model's graphs: `compute_logits`, and the sampler's log-probabilities of given tokens.
 
     It is lowered with `emulate_precision_casts`, under which Inductor rounds where the eager code does, and never generated or run.
     A tail that cannot be lowered becomes a note.
+
+    Args:
+        graphs: the model's; one of them gives its result, or one for each compile range.
+        fake: the `FakeTensorMode` that the model's parameters were made in, if they are fake.
+        options: more settings of Inductor.
     """
-    graphs, finish = recorder.graphs, recorder.finish
-    producers = [g for g in graphs if g["outputs"]]
-    if len(graphs) != 1 or len(producers) != 1 or len(producers[0]["outputs"]) != 1:
+    ends = [g for g in graphs if g["outputs"]]
+    if not ends or any(len(g["outputs"]) != 1 for g in ends) or len({str(g.get("range")) for g in ends}) < len(ends):
         recorder.note("the tail was not captured: the model is not one graph with one output")
         return
+    finish, seen, before = recorder.finish, recorder.graphs, dict(recorder.options)
 
     def read(graph: Any) -> None:
         finish(graph)
         raise Lowered
 
-    recorder.finish = read  # type: ignore[method-assign]
-    before = dict(recorder.options)
+    recorder.graphs, recorder.finish = [], read  # type: ignore[method-assign]
     try:
         with recorder.guard("the tail (compute_logits and log-probabilities)"):
-            _lower_tail(world, config)
+            _lower_tail(world, config, fake, options or {})
+        lowered = recorder.graphs
     finally:
-        recorder.finish = finish  # type: ignore[method-assign]
-        recorder.options = before
-    if len(graphs) == 1:
+        recorder.graphs, recorder.finish, recorder.options = seen, finish, before  # type: ignore[method-assign]
+    if not lowered:
         recorder.note("the tail was not captured")
         return
-    model, tail = producers[0], graphs[1]
+    tail = lowered[0]
     hidden = [i for i in tail["inputs"] if i["role"] == "tensor" and i["source"] == "hidden_states"]
     tokens = [i for i in tail["inputs"] if i["role"] == "tensor" and i["source"] == "input_ids"]
     if len(hidden) != 1 or len(tokens) != 1:
-        graphs.pop()
         recorder.note("the tail was not captured: its inputs were not recognised")
         return
     hidden[0]["source"] = f"value:{TAIL}"
-    model["exports"] = [{"name": TAIL, "tensor": {"b": model["outputs"][0]}}]
-    model["outputs"] = []
+    for model in ends:
+        model["exports"] = [*(model.get("exports") or []), {"name": TAIL, "tensor": {"b": model["outputs"][0]}}]
+        model["outputs"] = []
     tail["name"], tail["outputs"] = TAIL, tail["outputs"][-1:]
     for kernel in tail["kernels"]:
         for node in kernel["nodes"]:
             node["name"] = f"{TAIL}.{node['name']}"
+    graphs.append(tail)
 
 
-def _lower_tail(world: World, config: Any) -> None:
+def _lower_tail(world: World, config: Any, fake: Any, options: Any) -> None:
     import torch
     from vllm.forward_context import set_forward_context
     from vllm.v1.sample.sampler import Sampler
@@ -1517,11 +1624,12 @@ def _lower_tail(world: World, config: Any) -> None:
 
     device = next(model.parameters()).device
     width = config.model_config.get_hidden_size()
-    hidden = torch.zeros(8, width, dtype=config.model_config.dtype, device=device)
-    tokens = torch.zeros(8, dtype=torch.int64, device=device)
+    with fake or contextlib.nullcontext():
+        hidden = torch.zeros(8, width, dtype=config.model_config.dtype, device=device)
+        tokens = torch.zeros(8, dtype=torch.int64, device=device)
     for x in (hidden, tokens):
         torch._dynamo.mark_dynamic(x, 0)
-    lowered = torch.compile(tail, fullgraph=True, options={"emulate_precision_casts": True})
+    lowered = torch.compile(tail, fullgraph=True, options={**options, "emulate_precision_casts": True})
     try:
         with torch.inference_mode(), set_forward_context(None, config):
             lowered(hidden, tokens)
@@ -1674,7 +1782,7 @@ def capture(request: dict[str, Any], then: Any = None) -> dict[str, Any]:
     timings["engine"] = time.perf_counter() - started
     config = engine_config(llm)
     if recorder.graphs:
-        record_tail(world, recorder, config)
+        record_tail(world, recorder, config, recorder.graphs)
     recorder.uninstall()
     if not recorder.graphs:
         mode = jsonable(getattr(config.compilation_config, "mode", None))

@@ -74,6 +74,7 @@ def capture_inference(
     if not (model / "config.json").is_file():
         raise BadInputError(f"{model} holds no config.json", where=str(model), hint="give the directory of a model")
     gpu = find_target(target)
+    _check_ranks(engine_args or {}, gpu is not None)
     if gpu is not None and (values or rollouts or weights == "real"):
         what = "anchor values" if values else "rollouts" if rollouts else "the checkpoint's weights"
         raise BadInputError(f"{what} cannot be had on a simulated {target}", where="--target", hint="use --target cpu, or leave them out")
@@ -114,6 +115,19 @@ def capture_inference(
                 raise CaptureFailedError(f"the engine wrote no usable capture: {e.what}", where=_tail(log)) from None
         write_bytes(destination, written.read_bytes())
     return graph
+
+
+def _check_ranks(engine_args: Mapping[str, Any], simulated: bool) -> None:
+    """Refuse a tensor-parallel size that is none, or that there is no target for."""
+    ranks = engine_args.get("tensor_parallel_size", 1)
+    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
+        raise BadInputError(f"{ranks!r} is no tensor-parallel size", where="tensor_parallel_size", hint="give the number of GPUs")
+    if ranks > 1 and not simulated:
+        raise BadInputError(
+            "the CPU engine cannot be captured tensor-parallel: its ranks are processes of their own",
+            where=f"--target cpu, tensor_parallel_size={ranks}",
+            hint="simulate a GPU (--target h100; `graphalign targets` lists them), or leave the size out",
+        )
 
 
 def has_weights(model: Path) -> bool:

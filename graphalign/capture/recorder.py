@@ -76,6 +76,7 @@ class Recorder(TorchDispatchMode):
         self._hooks: list[Any] = []
         self._suspended = False
         self._source: int | None = None
+        self._placed = ""
         self._known = _named_tensors(module, inputs)
         self._keep = module  # ids in the tables above stay valid
 
@@ -129,7 +130,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._suspended:
             return func(*args, **kwargs)
-        module, self._source = self._place(caller(1))
+        self._placed, self._source = self._place(caller(1))
         # Arguments first: the op may write into them.
         enc_args, enc_kwargs = tuple(self.encode(a) for a in args), {k: self.encode(v) for k, v in kwargs.items()}
         done = self._watch(str(func), func, args, kwargs) if self._watch is not None else None
@@ -140,7 +141,8 @@ class Recorder(TorchDispatchMode):
         returned = {id(t) for t in results}
         results += [t for t in written if id(t) not in returned]  # void ops: the written arguments follow the results
         outputs = [self._new(t) if isinstance(t, torch.Tensor) else None for t in results]
-        self._nodes.append(Node(op=str(func), args=enc_args, kwargs=enc_kwargs, outputs=tuple(outputs), module=module, source=self._source))
+        place = {"module": self._placed, "source": self._source}
+        self._nodes.append(Node(op=str(func), args=enc_args, kwargs=enc_kwargs, outputs=tuple(outputs), **place))
         if done is not None:
             done(outputs, results)
         for t, v in zip(results, outputs, strict=True):
@@ -211,6 +213,7 @@ class Recorder(TorchDispatchMode):
         if self._suspended:
             return fn()
         source = None if self._unnamed else self._sources.locate(caller(1))
+        self._placed = self.module
         args = tuple(self.encode(t) for t in tensors)
         kwargs = {k: self.encode(v) for k, v in attrs.items()}
         operands = [t for t in (*tensors, *_flat(list(attrs.values()))) if isinstance(t, torch.Tensor)]
@@ -296,7 +299,7 @@ class Recorder(TorchDispatchMode):
 
     def _emit_synthetic(self, op: str, args: tuple[object, ...], dtype: torch.dtype, shape: tuple[int, ...]) -> int:
         v = self._value(dtype, shape)
-        self._nodes.append(Node(op=op, args=args, outputs=(v,), module=self.module, source=self._source))
+        self._nodes.append(Node(op=op, args=args, outputs=(v,), module=self._placed, source=self._source))
         return v.id
 
 

@@ -41,7 +41,8 @@ def build_trainer(
         model_dir: folder with a `config.json`, with or without weights.
         layers: keep only the first so many decoder layers.
         dtype: of the parameters, a torch name.
-        attention: Transformers' attention implementation; FlashAttention 2 has a stand-in where it is not installed.
+        attention: Transformers' attention implementation; FlashAttention 2 has a stand-in where it is not installed, and a model without
+            `sdpa` gets `eager`.
         weights: `checkpoint` (must exist), `dummy` (random), or None: the checkpoint if there is one, else dummy.
         trust_remote_code: run modeling code that lies in `model_dir`.
 
@@ -63,11 +64,20 @@ def build_trainer(
         stands_in = needs_stand_in(attention)
         built_with = "sdpa" if stands_in else attention
         options: dict[str, Any] = {"dtype": torch_dtype, "attn_implementation": built_with, "trust_remote_code": trust_remote_code}
-        try:
+
+        def build() -> Any:
             if found and weights != "dummy":
-                model = AutoModelForCausalLM.from_pretrained(path, config=config, local_files_only=True, **options)
-            else:
-                model = _dummy_model(config, options)
+                return AutoModelForCausalLM.from_pretrained(path, config=config, local_files_only=True, **options)
+            return _dummy_model(config, options)
+
+        try:
+            try:
+                model = build()
+            except ValueError as e:
+                if attention != "sdpa" or "scaled_dot_product_attention" not in str(e):
+                    raise
+                options["attn_implementation"] = "eager"  # what Transformers takes for these models
+                model = build()
         except Exception as e:  # whatever Transformers raises, the user gets one message
             raise _build_error(e, path, config, attention) from e
         if stands_in:

@@ -1,8 +1,8 @@
 """Opaque ops whose inside a rule declares: each call becomes the loop that the kernel runs, and is evaluated and compared as one.
 
-The vocabulary is closed; so far it has one function, `rope`. For every pair of elements x, y of a head, and the row of the table
-(cosines, then sines) at the token's position, it stores x·cos − y·sin and y·cos + x·sin: products and sum in FP32, one rounding at
-the store. A pair is (i, i + half) with `neox`, else (2i, 2i + 1).
+The vocabulary is closed; so far it has two functions. `reduce_add_rms_norm`: see `fused_norm`. `rope`: for every pair of elements x, y
+of a head, and the row of the table (cosines, then sines) at the token's position, it stores x·cos − y·sin and y·cos + x·sin: products
+and sum in FP32, one rounding at the store. A pair is (i, i + half) with `neox`, else (2i, 2i + 1).
 
 A call that the declaration does not cover (another device, other settings, an unusual layout) stays opaque.
 """
@@ -13,7 +13,8 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any
 
-from graphalign.evaluate.opaque import Computes, OpaqueOp
+from graphalign.evaluate.fused_norm import expand_norm
+from graphalign.evaluate.opaque import Computes, FusedNorm, OpaqueOp
 from graphalign.ir.inference import Body, Buffer, Graph, InferenceGraph, Kernel, Node
 
 DECLARED = "declared"
@@ -35,7 +36,7 @@ def expand(capture: InferenceGraph, rules: dict[str, OpaqueOp]) -> InferenceGrap
 class _Expander:
     """One graph. What a call rotates in place gets a new buffer, which whatever comes later reads instead."""
 
-    def __init__(self, graph: Graph, declared: dict[str, Computes], bodies: dict[str, Body]) -> None:
+    def __init__(self, graph: Graph, declared: dict[str, Computes | FusedNorm], bodies: dict[str, Body]) -> None:
         self.graph, self.declared, self.bodies = graph, declared, bodies
         self.buffers = {b.name: b for b in graph.buffers}
         self.inputs = {i.name: i for i in graph.inputs}
@@ -76,6 +77,8 @@ class _Expander:
         args = dict(node.args)
         if rule is None or any(args.get(name, value) != value for name, value in rule.only.items()):
             return None
+        if isinstance(rule, FusedNorm):
+            return self._norm(node, rule)
         head, neox = args.get(rule.head_size), args.get(rule.neox)
         positions, table = (self.inputs.get(_buffer(args.get(a))) for a in (rule.positions, rule.table))
         if not isinstance(head, int) or not isinstance(neox, bool) or positions is None or table is None:
@@ -107,6 +110,16 @@ class _Expander:
             loop(_rope(r, head, int(rotary), neox), (r.base, positions.name, table.name, fresh[r.base]))
         self.now = {k: fresh.get(v, v) for k, v in self.now.items()} | fresh
         return tuple(loops)
+
+    def _norm(self, node: Node, rule: FusedNorm) -> tuple[Node, ...] | None:
+        made = expand_norm(self.graph, node, rule, {**self.inputs, **self.buffers})
+        if made is None:
+            return None
+        self.bodies |= made.bodies
+        self.buffers |= {b.name: b for b in made.buffers}
+        self.added += made.buffers
+        self.now = {k: made.now.get(v, v) for k, v in self.now.items()} | made.now
+        return tuple(made.nodes)
 
     def _rows(self, arg: Any, head: int) -> _Rows | None:
         """A tensor of rows of heads, in a buffer of nothing but rows or in a flat one; None for anything else."""

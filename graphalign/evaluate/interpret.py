@@ -10,15 +10,20 @@ import torch
 
 from graphalign.errors import CaptureFileError
 from graphalign.evaluate import aten, loop_ops
+from graphalign.evaluate.shards import part_of
 from graphalign.evaluate.storage import UNKNOWN, Lazy
-from graphalign.evaluate.values import Val
+from graphalign.evaluate.values import Arithmetic, Val
 from graphalign.ir.args import references
 from graphalign.ir.dataflow import LOW_PRECISION
 from graphalign.ir.indexing import evaluate as index_value
-from graphalign.ir.inference import Body, Node
+from graphalign.ir.inference import Body, Node, Parameter, Segment
 
 if TYPE_CHECKING:
     from graphalign.evaluate.run_inference import Run
+
+
+PAIR = 2
+"""Values of a reduction that goes on from partial results: maxima and sums."""
 
 
 def single(x: Any) -> Any:
@@ -190,20 +195,24 @@ class Interpreter:
         x = x.double()
         return self.run_.arithmetic.round(x, dtype) if rounds and dtype in LOW_PRECISION else x
 
+    def widen(self, value: torch.Tensor) -> torch.Tensor:
+        """A value in all lanes of the reduction."""
+        value = value.double() if value.dtype != torch.bool else value
+        full = [max(a, b) for a, b in zip(self.shape, [1] * (len(self.shape) - value.dim()) + list(value.shape), strict=True)]
+        for d in self.reduced:
+            full[d] = self.shape[d]
+        return value.expand(full)
+
     def reduction(self, prefix: str, name: str, args: Any, arg: Any) -> Any:
         kind = next((a for a in args if isinstance(a, str)), "")
         value = arg(args[-1])
         if value is None:
             return None
-        if isinstance(value, list):
-            self.results[prefix + name] = f"reduction {kind} of several values is not known"
-            return None
-        value = value.double() if value.dtype != torch.bool else value
-        full = [max(a, b) for a, b in zip(self.shape, [1] * (len(self.shape) - value.dim()) + list(value.shape), strict=True)]
-        for d in self.reduced:
-            full[d] = self.shape[d]
-        value = value.expand(full)
-        result = loop_ops.reduce(kind, value, self.reduced)
+        result: torch.Tensor | tuple[torch.Tensor, ...] | None
+        if isinstance(value, list) and len(value) == PAIR and all(isinstance(x, torch.Tensor) for x in value):
+            result = loop_ops.reduce_pairs(kind, self.widen(value[0]), self.widen(value[1]), self.reduced)
+        else:
+            result = None if isinstance(value, list) else loop_ops.reduce(kind, self.widen(value), self.reduced)
         if result is None:
             self.results[prefix + name] = f"reduction {kind} is not known"
             return None
@@ -227,16 +236,39 @@ class Interpreter:
         return out.long() if isinstance(source.id, tuple) and source.id[0] in ("positions", "ids") else out
 
     def parameter(self, source: Lazy, index: torch.Tensor) -> torch.Tensor:
-        p = source.parameter
-        if len(p.segments) == 1 and p.segments[0].start == 0 and not p.segments[0].index:
-            return self.run_.arithmetic.parameter(p.segments[0].checkpoint, index, source.dtype)
-        strides = [1]
-        for extent in reversed(p.shape[1:]):
-            strides.insert(0, strides[0] * extent)
-        out = torch.full(index.shape, UNKNOWN, dtype=torch.float64)
-        for s in p.segments:
-            at = (index // strides[s.dim]) % p.shape[s.dim]
-            inside = (at >= s.start) & (at < s.start + s.length)
+        return parameter(self.run_.arithmetic, source, index)
+
+
+def parameter(arithmetic: Arithmetic, source: Lazy, index: torch.Tensor) -> torch.Tensor:
+    """Elements of an engine's parameter at flat indices."""
+    p = source.parameter
+    if len(p.segments) == 1 and p.segments[0].start == 0 and not (p.segments[0].index or p.segments[0].shards or p.segments[0].order):
+        return arithmetic.parameter(p.segments[0].checkpoint, index, source.dtype)
+    strides = [1]
+    for extent in reversed(p.shape[1:]):
+        strides.insert(0, strides[0] * extent)
+    out = torch.full(index.shape, UNKNOWN, dtype=torch.float64)
+    for s in p.segments:
+        at = (index // strides[s.dim]) % p.shape[s.dim]
+        inside = (at >= s.start) & (at < s.start + s.length)
+        if s.shards:
+            local = _in_checkpoint(p, s, index, strides)
+        else:
             local = (index - s.start * strides[s.dim]) if s.dim == 0 else index
-            out = torch.where(inside, self.run_.arithmetic.parameter(s.checkpoint, local, source.dtype), out)
-        return out
+            if s.order:
+                local = torch.tensor(s.rows())[(at - s.start).clamp(0, s.length - 1)] * strides[0] + index % strides[0]
+        out = torch.where(inside, arithmetic.parameter(s.checkpoint, local, source.dtype), out)
+    return out
+
+
+def _in_checkpoint(p: Parameter, s: Segment, index: torch.Tensor, strides: list[int]) -> torch.Tensor:
+    """Flat indices of a parameter as those of the checkpoint tensor that a piece of it is a part of."""
+    lead = len(s.index)
+    local, stride = torch.zeros_like(index), 1
+    for dim in reversed(range(lead, len(p.shape))):
+        at = (index // strides[dim]) % p.shape[dim] - (s.start if dim == s.dim else 0)
+        if (part := part_of(s, dim - lead)) is not None:
+            at = torch.tensor(part.places())[at.clamp(0, part.length - 1)]
+        local = local + at * stride
+        stride *= part.size if part else s.length if dim == s.dim else p.shape[dim]
+    return local

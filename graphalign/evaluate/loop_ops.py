@@ -152,3 +152,18 @@ def reduce(kind: str, x: Tensor, dims: tuple[int, ...]) -> Tensor | tuple[Tensor
             top = x.amax(dims, keepdim=True)
             return top, (x - top).exp().sum(dims, keepdim=True)
     return None
+
+
+def reduce_pairs(kind: str, top: Tensor, total: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, ...] | None:
+    """A reduction of partial results, as Inductor splits one over a large dimension; None if the kind is not known.
+
+    Args:
+        kind: of the reduction.
+        top: maxima of the parts.
+        total: sums of exp(x - maximum) over the parts; -inf with 0 for an element that is masked out.
+        dims: kept as size-1 dimensions.
+    """
+    if kind != "online_softmax_reduce":
+        return None
+    most = top.amax(dims, keepdim=True)
+    return most, torch.where(total == 0, 0.0, total * (top - most).exp()).sum(dims, keepdim=True)

@@ -9,6 +9,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from graphalign.errors import BadInputError
+from graphalign.rules import read_yaml
 
 
 class Computes(BaseModel):
@@ -29,6 +30,38 @@ class Computes(BaseModel):
     only: dict[str, bool | int | float | str | None] = {}
     """Values that other arguments must have, where they are given."""
 
+    def arguments(self) -> tuple[str, ...]:
+        """Names of arguments that every call must have."""
+        return (*self.values, self.positions, self.table, self.head_size, self.neox)
+
+
+class FusedNorm(BaseModel):
+    """The sum over the ranks, the residual sum and its RMSNorm in one op, as `fused_norm` evaluates it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    function: Literal["reduce_add_rms_norm"]
+    reduced: str
+    """The rank's part of a sum; with `out` missing, the norm is written there."""
+    residual: str
+    weight: str
+    epsilon: str
+    out: str
+    bias: str
+    """Added to the weight (1 in Gemma)."""
+    device: str = ""
+    """Kind of device whose kernel does this; any if empty."""
+    only: dict[str, bool | int | float | str | None] = {}
+    """Values that other arguments must have, where they are given."""
+
+    def tensors(self) -> dict[str, str]:
+        """Roles to arguments."""
+        return {"reduced": self.reduced, "residual": self.residual, "weight": self.weight, "out": self.out}
+
+    def arguments(self) -> tuple[str, ...]:
+        """Names of arguments that every call must have."""
+        return (self.reduced, self.residual, self.weight, self.epsilon)
+
 
 class OpaqueOp(BaseModel):
     """One rule: an op whose inside is not compared."""
@@ -37,8 +70,9 @@ class OpaqueOp(BaseModel):
 
     op: str
     """Qualified overload."""
-    kind: Literal["gemm", "attention", "composite", "effect", "opaque"]
-    """`composite`: a whole module of the trainer. `effect`: writes engine state (the KV cache), gives no value."""
+    kind: Literal["gemm", "attention", "composite", "effect", "opaque", "reduce", "gather", "embedding"]
+    """`composite`: a whole module of the trainer. `effect`: writes engine state (the KV cache), gives no value. `reduce`, `gather`: combine
+    the ranks of a tensor-parallel engine; `embedding`: looks up the rows that the rank holds, gives zeros for others (see `partial`)."""
     input: str = ""
     weight: str = ""
     bias: str = ""
@@ -48,15 +82,22 @@ class OpaqueOp(BaseModel):
     layer's own forward computes, its submodules left out; operands are then compared token by token, in any order of elements."""
     whole: bool = False
     """Composites with `layer`: its submodules are in, and operands are compared as they are."""
+    latent: bool = False
+    """Composites: latent attention, whose counterpart is the layer's attention with the projection of its keys and values. `operands` are
+    query, latent and shared key, compared token by token, in any order of elements; parameters are compared as an attention's."""
+    routed: bool = False
+    """Composites: experts with their routing; `operands` are hidden states and router logits, `layer` the experts' module."""
     routing: tuple[str, ...] = ()
     """Composites of experts: routing weights and expert numbers among `operands`; a token's experts are compared in any order."""
+    sums: Literal["", "float32", "bfloat16", "float16"] = ""
+    """Composites of experts: the format in which their results are added up; empty if that is not known."""
     out: str = ""
     """The argument it writes; empty if it returns its result."""
     layer: str = ""
     ignore: tuple[str, ...] = ()
     inside: str = ""
     """How the op rounds inside, in words, with the source of that; for people, and quoted by `drift`."""
-    computes: Computes | None = None
+    computes: Computes | FusedNorm | None = None
     """The same for the comparison; without it, or where it does not apply, the op stays opaque."""
 
 
@@ -69,7 +110,7 @@ def load_opaque_ops(rules: Path) -> dict[str, OpaqueOp]:
     found: dict[str, OpaqueOp] = {}
     for path in sorted((rules / "ops").glob("*.yaml")):
         try:
-            items = yaml.safe_load(path.read_text()) or []
+            items = read_yaml(path) or []
             parsed = [OpaqueOp.model_validate(x) for x in items]
         except (yaml.YAMLError, ValidationError, TypeError, OSError) as e:
             raise BadInputError(

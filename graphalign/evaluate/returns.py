@@ -52,7 +52,9 @@ def _graph(graph: Graph, rules: dict[str, OpaqueOp]) -> Graph:
 
 
 def _returns(node: Node, rule: OpaqueOp | None) -> bool:
-    return rule is not None and rule.kind in ("gemm", "attention", "composite") and bool(rule.out) and rule.out not in dict(node.args)
+    if rule is None or rule.kind not in ("gemm", "attention", "composite"):
+        return False
+    return (bool(rule.out) or rule.routed) and rule.out not in dict(node.args)
 
 
 def _source(node: Node) -> str:

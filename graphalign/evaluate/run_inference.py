@@ -15,11 +15,11 @@ import torch
 
 from graphalign.errors import CaptureFileError, UnsupportedOpError
 from graphalign.evaluate import aten
-from graphalign.evaluate.identity import anchor_name
 from graphalign.evaluate.interpret import Interpreter
+from graphalign.evaluate.outputs import hand_on, output_of
 from graphalign.evaluate.run_training import canonical
 from graphalign.evaluate.storage import UNKNOWN, Lazy, Rows, Storage
-from graphalign.evaluate.trace_inference import Tracer, _buffers
+from graphalign.evaluate.trace_inference import ADDED, Tracer, _buffers
 from graphalign.evaluate.values import Arithmetic, Val, draw, seed_of
 from graphalign.ir.dataflow import Op
 from graphalign.ir.indexing import evaluate as index_value
@@ -154,7 +154,7 @@ class Run:
             return self._storage(name)
         p = self.parameters.get(i.source) if i.role == "parameter" else None
         if p is not None and p.segments and p.learned:
-            pieces = tuple((self.arithmetic.name(s.checkpoint), s.dim, s.start, s.length, s.index) for s in p.segments)
+            pieces = tuple((self.arithmetic.name(s.checkpoint), s.dim, s.start, s.length, s.index, s.order, s.shards) for s in p.segments)
             return Lazy(("parameter", pieces, p.shape, i.dtype or p.dtype), p, i.dtype or p.dtype)
         if i.source in self.tables:
             storage = self._table(i.source)
@@ -192,6 +192,9 @@ class Run:
         if isinstance(source, Lazy) or b is None or not b.size:
             return source.memory if isinstance(source, Storage) else torch.empty(0)
         sizes, strides = [self._size(s) for s in b.size], [int(index_value(s, self.env)) for s in b.stride]
+        extent = 1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
+        if source.memory.numel() == math.prod(sizes) < extent:  # handed on by an earlier graph, element by element, as the slice that it is
+            return source.memory.reshape(sizes)
         return source.memory.as_strided(sizes, strides, offset)
 
     # -- anchors --------------------------------------------------------------------------------------------------------
@@ -200,6 +203,9 @@ class Run:
         args = dict(node.args)
         if node.op == "inductor.multi_output":
             self._pick(node, args)
+            return
+        if (self.g, node.name) in self.tracer.partial.handed_on:
+            hand_on(self, node, args)
             return
         op_id = self.tracer.ids.get((self.g, node.name, ""))
         if op_id is None:
@@ -227,9 +233,14 @@ class Run:
             b = self.buffers.get(root)
             if b is None or b.dtype is None or not b.size:
                 continue
-            val = self._output(op, b)
-            self.live[root] = Storage(("anchor", val.id), val.data.reshape(-1), val.data.reshape(-1))
+            val = output_of(self, op, b)
             self.values[op.id] = val
+            if (added := self.tracer.ids.get((self.g, node.name, ADDED))) is not None and rule is not None:
+                total = self.arithmetic.settle(val.data + self._argument(args[rule.bias]).reshape(val.data.shape))
+                self.values[added] = total if self.replace is None else self.replace(total)
+                self._place(o, self.values[added].data)
+                continue
+            self.live[root] = Storage(("anchor", val.id), val.data.reshape(-1), val.data.reshape(-1))
 
     def _pick(self, node: Node, args: dict[str, Any]) -> None:
         """One output of an extern call with several."""
@@ -299,28 +310,6 @@ class Run:
                 strides = [int(index_value(s, self.env)) for s in arg["stride"]]
                 return source.memory.as_strided(sizes, strides, base + int(index_value(str(arg.get("offset", "0")), self.env)))
         return self._contents(name)
-
-    def _output(self, op: Op, b: Buffer) -> Val:
-        """An anchor's output: one random block per checkpoint tensor of a merged GEMM, side by side."""
-        shape = tuple(self._size(s) for s in b.size)
-        segments = op.detail.get("segments")
-        if op.target == "gemm" and segments:
-            occurrence = op.key[-1]
-            parts = [
-                self.arithmetic.anchor(anchor_name(("gemm", c, occurrence)), (*shape[:-1], length), op.dtype) for c, _, length in segments
-            ]
-            if shape and sum(length for *_, length in segments) == shape[-1]:
-                key = ("merged", tuple(p.id for p in parts))
-                return self.arithmetic.intern(key) or self.arithmetic.put(key, torch.cat([p.data for p in parts], -1))
-        name = anchor_name(op.key)
-        heads, size = self.arithmetic.heads.get(name, (0, 0))
-        whole = torch.Size(shape).numel()
-        rows = self.arithmetic.tokens * heads
-        if rows and whole > rows * size and whole % rows == 0:  # values filled up with zeros to the size of the keys
-            real = self.arithmetic.anchor(name, (self.arithmetic.tokens, heads, size), op.dtype)
-            filled = torch.nn.functional.pad(real.data, (0, whole // rows - size)).reshape(shape)
-            return self.arithmetic.intern(("filled up", real.id, shape)) or self.arithmetic.put(("filled up", real.id, shape), filled)
-        return self.arithmetic.anchor(name, shape, op.dtype)
 
     # -- loops ----------------------------------------------------------------------------------------------------------
 

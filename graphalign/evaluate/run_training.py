@@ -16,6 +16,7 @@ import torch
 from graphalign.errors import CaptureFileError, UnsupportedOpError
 from graphalign.evaluate import aten
 from graphalign.evaluate.identity import anchor_name
+from graphalign.evaluate.shards import Part
 from graphalign.evaluate.trace_training import Tracer, decode_constant, is_identity
 from graphalign.evaluate.values import Arithmetic, Val, by_expert, round_to
 from graphalign.ir.args import references
@@ -90,17 +91,26 @@ class Run:
         return self
 
     def _anchor(self, op: Op, shape: tuple[int, ...], node: Node) -> Val:
-        if op.target == "attention" and aten.base(node.op) in aten.ATTENTIONS and len(shape) == 4:
+        heads_first = op.detail.get("heads_first") or (op.target == "attention" and aten.base(node.op) in aten.ATTENTIONS)
+        if heads_first and len(shape) == 4:
             # the kernel gives [batch, heads, tokens, size]; an anchor's values are token-major on both sides
             b, h, t, d = shape
-            val = self.arithmetic.anchor(anchor_name(op.key), (b, t, h, d), op.dtype)
+            val = self._own(op, self.arithmetic.anchor(anchor_name(op.key), (b, t, h, d), op.dtype))
             key = ("heads first", val.id)
             return self.arithmetic.intern(key) or self.arithmetic.put(key, val.data.transpose(1, 2))
         name = anchor_name(op.key)
-        val = self.arithmetic.anchor(name, shape, op.dtype)
+        val = self._own(op, self.arithmetic.anchor(name, shape, op.dtype))
         if (factor := self.arithmetic.factors.get(name)) is not None:
             return self._remember(("scaled", val.id, factor), lambda: val.data * factor)
         return val
+
+    def _own(self, op: Op, val: Val) -> Val:
+        """An anchor's output, as far as the engine's rank computes it; heads come before the last dimension."""
+        part = self.arithmetic.shards.output(op)
+        return val if part is None else self._hidden(val, part, val.data.dim() - (2 if op.target == "attention" else 1))
+
+    def _hidden(self, val: Val, part: Part, dim: int) -> Val:
+        return self._remember(("own", val.id, part, dim), lambda: part.hide(val.data, dim))
 
     def _record_operands(self, op: Op, n: int) -> None:
         for slot, v in self.tracer.slots(n):
@@ -164,6 +174,8 @@ class Run:
             val = self.arithmetic.intern(key) or self.arithmetic.put(
                 key, self.arithmetic.parameter(name, torch.arange(n), i.value.dtype).view(i.value.shape)
             )
+            for dim, part in self.arithmetic.shards.parameters.get(name, {}).items():
+                val = self._hidden(val, part, dim)
         elif v in self.constants:
             val = self._constant(v)
         else:

@@ -17,12 +17,17 @@ from graphalign.errors import CaptureFileError, UnsupportedOpError
 from graphalign.evaluate import aten
 from graphalign.evaluate.identity import nearest_anchors, owner_of
 from graphalign.evaluate.opaque import OpaqueOp
+from graphalign.evaluate.partial import Partial, combine, sums_a_part
+from graphalign.evaluate.shards import part_of
 from graphalign.ir.args import references
 from graphalign.ir.dataflow import LOW_PRECISION, Dataflow, Op, Operand, Ref, selected_format
 from graphalign.ir.inference import TAIL, VALUE, Graph, InferenceGraph, Node, Parameter
+from graphalign.ir.paths import in_layer
 
 TRANSPARENT = frozenset({"neg", "identity", "to_dtype", "load", "store", "getitem", "masked"})
 """Targets that make no new value (a sign change commutes with rounding to nearest even)."""
+ADDED = "add"
+"""The sum in a GEMM call with another summand than a bias, in `Tracer.ids`."""
 INDEX_OPS = frozenset({"get_index", "index_expr", "constant", "set_indirect", "check_bounds"})
 
 
@@ -33,6 +38,8 @@ class _Slot:
     refs: Operand = ()
     indexing: bool = True
     """Depends on loop indices, constants, run-time inputs and tables only."""
+    part: bool = False
+    """One rank's part of a sum."""
     made: str = ""
     """The op of the body that computed it from run-time inputs or tables (rotary angles): a table, once something reads it."""
 
@@ -57,6 +64,7 @@ class Tracer:
     """What graphs hand on to later graphs, by name."""
     computed: dict[int, tuple[int, str]] = field(default_factory=dict)
     """Op index of a table that a kernel computes to (graph, node)."""
+    partial: Partial = field(default_factory=Partial)
     _occurrences: dict[tuple[Any, ...], int] = field(default_factory=dict)
 
     def run(self) -> Dataflow:
@@ -69,6 +77,7 @@ class Tracer:
         self.tables = {t.name for t in self.capture.tables}
         for g, graph in enumerate(self.capture.graphs):
             self._graph(g, graph)
+        self.notes += self.partial.settle(self.ops)
         flow = Dataflow("inference", tuple(self.ops), tuple(self.notes))
         flow.verify()
         return flow
@@ -84,6 +93,7 @@ class Tracer:
         # refs and, once written to memory, their rounded form; views of a concat buffer feed the whole
         self.register: dict[str, Operand] = {}
         self.memory: dict[str, Operand] = {}
+        self.partial.buffers.clear()
         for kernel in graph.kernels:
             for node in kernel.nodes:
                 if node.kind == "loop":
@@ -94,7 +104,7 @@ class Tracer:
                     self._opaque(g, kernel.generated or kernel.name, node, None)
         for name in graph.outputs:
             if name in self.buffers or name in self.inputs:
-                refs = self.read(g, name)
+                refs = self.take(g, name)
                 if refs and graph.name == TAIL:
                     end = {"graph": g, "buffer": name}
                     self.add(
@@ -104,6 +114,13 @@ class Tracer:
                     self.add(name=f"output.{name}", kind="output", target="output", operands=(refs,), where=graph.name, key=(g, name))
         for e in graph.exports:
             self.exported[e.name] = self.read(g, str(e.tensor.get("b")))
+            if self.partial.holds(self, str(e.tensor.get("b"))):
+                self.partial.exported.add(e.name)
+
+    def take(self, g: int, name: str) -> Operand:
+        """`read`, by something that needs whole values."""
+        self.partial.read(self, g, name)
+        return self.read(g, name)
 
     def read(self, g: int, name: str) -> Operand:
         """Edges that a load of `name` from memory gives."""
@@ -139,6 +156,7 @@ class Tracer:
 
     def write(self, name: str, refs: Operand) -> None:
         """A store of edges into a buffer: rounded for readers of memory, kept as they are for registers."""
+        self.partial.buffers.discard(name)
         self.register[name] = self.register.get(name, ()) + refs
         buffer = self.buffers.get(name)
         dtype = (buffer.dtype if buffer else None) or "float32"
@@ -185,19 +203,21 @@ class Tracer:
             buffer = _bound(args[0], binding)
             refs = self.register[buffer] if buffer in node.forwarded and buffer in self.register else self.read(g, buffer)
             refs = tuple(r.through(buffer) if buffer in self.buffers else r for r in refs)
-            slot = _Slot(refs, indexing=all(self.ops[r.producer].kind in ("input", "table") for r in refs))
+            slot = _Slot(refs, all(self.ops[r.producer].kind in ("input", "table") for r in refs), self.partial.holds(self, buffer))
         elif target in ("store", "store_reduction"):
             buffer = _bound(args[0], binding)
             stored = self.buffers.get(buffer)
             floating = stored is None or (stored.dtype or "float").startswith(("float", "bfloat"))
             self.write(buffer, (self._edges(g, kernel, node, flat[-1]) if floating else flat[-1].refs) if flat else ())
+            if flat and flat[-1].part:
+                self.partial.buffers.add(buffer)
             return flat[-1] if flat else None
         elif target == "to_dtype":
             dtype = next((a["dtype"] for a in args if isinstance(a, dict) and "dtype" in a), "float32")
             rounds = kwargs.get("use_compute_types", True) is False and dtype in LOW_PRECISION
             slot = flat[0] if flat else _Slot()
             if rounds:
-                slot = _Slot(tuple(r.rounded(dtype) for r in self._edges(g, kernel, node, slot)), slot.indexing)
+                slot = _Slot(tuple(r.rounded(dtype) for r in self._edges(g, kernel, node, slot)), slot.indexing, slot.part)
         elif target in ("neg", "identity", "getitem"):
             slot = flat[0]
             if target == "getitem" and flat and not flat[0].indexing:
@@ -205,7 +225,7 @@ class Tracer:
         elif target.startswith("masked_subblock"):
             inner = subresults.get(target, _Slot())
             mask_is_index = all(s.indexing for s in flat)
-            slot = _Slot(inner.refs, inner.indexing and mask_is_index, inner.made)
+            slot = _Slot(inner.refs, inner.indexing and mask_is_index, inner.part, inner.made)
             if not mask_is_index:
                 slot = self._compute(g, kernel, node, prefix + name, "masked", [*flat, inner])
         elif target == "where" and len(operands) == 3 and all(s.indexing for s in operands[0]):
@@ -214,7 +234,7 @@ class Tracer:
                 slot = self._constant(g, node, prefix + name, picked)
             else:
                 edges = tuple(r for s in picked for r in self._edges(g, kernel, node, s))
-                slot = _Slot(_merge((), edges), all(s.indexing for s in picked))
+                slot = _Slot(_merge((), edges), all(s.indexing for s in picked), any(s.part for s in picked))
         elif all(s.indexing for s in flat):
             slot = self._constant(g, node, prefix + name, flat)
         else:
@@ -227,7 +247,7 @@ class Tracer:
         if not refs:
             return _Slot()
         self.constant.add((g, node.name, name))
-        return _Slot(refs, True, name)
+        return _Slot(refs, True, made=name)
 
     def _edges(self, g: int, kernel: str, node: Node, slot: _Slot) -> Operand:
         """What a reader of a slot gets; a value computed from tables and inputs becomes a table producer of its own."""
@@ -241,14 +261,18 @@ class Tracer:
             self.computed[op.id] = (g, node.name)
         return (Ref(self.ids[g, node.name, slot.made]),)
 
-    def _compute(self, g: int, kernel: str, node: Node, name: str, target: str, slots: Iterable[_Slot]) -> _Slot:
+    def _compute(self, g: int, kernel: str, node: Node, name: str, target: str, slots: list[_Slot]) -> _Slot:
+        parts = [s.part for s in slots]
+        linear = (target in ("add", "sub") and all(parts)) or (target == "mul" and sum(parts) == 1)
+        if any(parts) and not linear:
+            self.partial.entered.update(r.producer for s in slots if s.part for r in s.refs)
         operands = [self._edges(g, kernel, node, s) for s in slots]
         op = self.add(name=f"{node.name}.{name}", kind="op", target=target, operands=tuple(o for o in operands if o),
                       module=node.module, source=node.source or None, where=kernel)  # fmt: skip
         self.ids[g, node.name, name] = op.id
         if all(operands):
             self._selects(op, target)
-        return _Slot((Ref(op.id),), False)
+        return _Slot((Ref(op.id),), False, any(parts) and linear)
 
     def _extern(self, g: int, kernel: str, node: Node) -> None:
         args = dict(node.args)
@@ -258,52 +282,92 @@ class Tracer:
             for out in node.outputs:
                 if refs:
                     self.write(out, refs)
+                    if any(self.partial.holds(self, b) for _, a in node.args for b in references(a, "b")):
+                        self.partial.buffers.add(out)
             return
         if rule is None and _evaluable(node.op):
             self._aten(g, node, args)
             return
-        if rule is None or rule.kind == "opaque":
+        combines = rule is not None and rule.kind in ("reduce", "gather", "embedding")
+        if combines and rule is not None:
+            if combine(self, g, node, rule):
+                return
+            why = f"{node.op} combines ranks' parts of which the whole is not known here, so what it gives is unknown"
+            self.notes += [why] if why not in self.notes else []
+        if rule is None or rule.kind == "opaque" or combines:
             self._opaque(g, kernel, node, rule)
             return
         if rule.kind == "effect":
             return
 
         def edges(arg: str) -> Operand:
-            return tuple(r for b in _buffers(args.get(arg)) for r in self.read(g, b))
+            return tuple(r for b in _buffers(args.get(arg)) for r in self.take(g, b))
 
+        weighing: list[Parameter] = []
         if rule.kind == "gemm":
             weight = args.get(rule.weight)
             p = self._parameter(weight)
+            weighing = [p] if p else []
             key = ("gemm", *self._number(tuple(s.checkpoint for s in p.segments) if p else ("unknown", node.name)))
             operands: tuple[Operand, ...] = (edges(rule.input),)
             detail: dict[str, Any] = {
                 "segments": [(s.checkpoint, s.start, s.length) for s in p.segments] if p else [],
+                "orders": {s.checkpoint: s.rows() for s in p.segments if s.order} if p else {},
+                "parts": {s.checkpoint: part for s in p.segments if (part := part_of(s, 0)) is not None} if p else {},
                 "bias": bool(_buffers(args.get(rule.bias))) or _is_param(args.get(rule.bias)),
             }
         elif rule.kind == "composite":
             operands = tuple(edges(a) for a in rule.operands)
-            weights = [p for a in rule.weights if (p := self._parameter(args.get(a))) is not None]
+            weights = weighing = [p for a in rule.weights if (p := self._parameter(args.get(a))) is not None]
             layer = self._layer(args.get(rule.layer)) if rule.layer else None
             owner = layer or owner_of([s.checkpoint for p in weights for s in p.segments])
+            above = next((str(self.ops[r.producer].key[1]) for r in operands[-1] if self.ops[r.producer].target == "gemm"), "")
+            if rule.routed and layer:
+                weighing = [p for p in self.capture.parameters if p.name.startswith(f"{layer}.")]
+            above = above or node.module
+            if rule.routed:  # a piece that stands for others has its own layer's name in it, and each its own router
+                owner = layer = in_layer(owner, above)
             key = ("composite", *self._number((owner or node.name,)))
             routing = tuple(rule.operands.index(r) for r in rule.routing if r in rule.operands)
             if rule.whole:  # by its parameters, because engines rename modules
-                below = [s.checkpoint for p in self.capture.parameters if p.name.startswith(f"{node.module}.") for s in p.segments]
-                owner = owner_of(below) or owner
+                owner = owner_of(self._below(node.module)) or owner
                 key = ("composite", *self._number((owner or node.name,)))
-            own = layer is not None and not rule.whole
-            detail = {"owner": owner, "layer": layer or owner, "routing": routing, "own": own, "whole": rule.whole, "module": node.module}
+            own = layer is not None and not rule.whole and not rule.routed
+            places: tuple[str, ...] = (owner, node.module, owner_of(self._below(node.module)))
+            if rule.routed:
+                places = tuple(in_layer(p, above) for p in places)
+            kinds = {"own": own, "whole": rule.whole, "latent": rule.latent, "routed": rule.routed}
+            detail = {"owner": owner, "layer": layer or owner, "routing": routing, "places": places, "sums": rule.sums, **kinds}
         else:
             operands = tuple(edges(a) for a in rule.operands)
             attending = self._layer(args.get(rule.layer))
             key = ("attention", *self._number(self.anchors_above(operands)))
             detail = {"layer": attending}
         written = _buffers(args[rule.out]) if rule.out in args else list(node.outputs)  # see `returns`
-        op = self.add(name=node.name, kind="anchor", target=rule.kind, operands=operands, dtype=self._dtype(written), module=node.module,
+        added = self._added(rule, args, edges(rule.bias)) if rule.kind == "gemm" else ()
+        if added:
+            detail["bias"] = False
+        dtype = "float32" if added else self._dtype(written)
+        op = self.add(name=node.name, kind="anchor", target=rule.kind, operands=operands, dtype=dtype, module=node.module,
                       source=node.source or None, where=node.op, key=key, detail=detail)  # fmt: skip
         self.ids[g, node.name, ""] = op.id
+        if added:
+            op = self.add(name=f"{node.name}.add", kind="op", target="add", operands=((Ref(op.id),), added), module=node.module,
+                          source=node.source or None, where=kernel)  # fmt: skip
+            self.ids[g, node.name, ADDED] = op.id
         for o in written:
             self.write(o, (Ref(op.id),))
+            if sums_a_part(weighing):
+                self.partial.buffers.add(o)
+
+    def _added(self, rule: OpaqueOp, args: dict[str, Any], bias: Operand) -> Operand:
+        """What a GEMM call adds, if it is no bias: on a GPU Inductor makes `mm` and a sum one `addmm`, rounded once (torch 2.13)."""
+        plain = args.get("alpha", 1) == 1 and args.get("beta", 1) == 1
+        return bias if plain and self._parameter(args.get(rule.bias)) is None else ()
+
+    def _below(self, module: str) -> list[str]:
+        """Checkpoint tensors of a module of the engine's."""
+        return [s.checkpoint for p in self.capture.parameters if p.name.startswith(f"{module}.") for s in p.segments]
 
     def _layer(self, arg: Any) -> str | None:
         """The layer that an argument names, itself or through a graph input."""
@@ -317,7 +381,7 @@ class Tracer:
 
     def _aten(self, g: int, node: Node, args: dict[str, Any]) -> None:
         """An ATen kernel that Inductor calls as it is (`topk`): an op, evaluated as the trainer's are."""
-        operands = tuple(refs for a in args.values() if (refs := tuple(r for b in _buffers(a) for r in self.read(g, b))))
+        operands = tuple(refs for a in args.values() if (refs := tuple(r for b in _buffers(a) for r in self.take(g, b))))
         op = self.add(name=node.name, kind="op", target=node.op, operands=operands, module=node.module, source=node.source or None,
                       where=node.op)  # fmt: skip
         self.ids[g, node.name, ""] = op.id
@@ -332,8 +396,9 @@ class Tracer:
     def _opaque(self, g: int, kernel: str, node: Node, rule: OpaqueOp | None) -> None:
         ignored = set(rule.ignore) if rule else set()
         names = [n for n, _ in node.args if n not in ignored]
-        operands = tuple(refs for n in names if (refs := tuple(r for b in _buffers(dict(node.args)[n]) for r in self.read(g, b))))
-        written = [b for n in node.mutates for b in _buffers(dict(node.args).get(n))] or list(node.outputs)
+        operands = tuple(refs for n in names if (refs := tuple(r for b in _buffers(dict(node.args)[n]) for r in self.take(g, b))))
+        # some write an argument and return a result too (`vllm.moe_forward`, vLLM 0.32)
+        written = [*(b for n in node.mutates for b in _buffers(dict(node.args).get(n))), *node.outputs]
         key = ("opaque", *self._number((node.op, node.module)))
         layer = next((str(a["layer"]) for _, a in node.args if isinstance(a, dict) and "layer" in a), node.module)
         op = self.add(name=node.name, kind="anchor", target=node.op or node.kind, operands=operands, dtype=self._dtype(written),

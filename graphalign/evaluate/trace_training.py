@@ -11,6 +11,7 @@ from graphalign.evaluate.aten import ATTENTIONS, FACTORIES, MATMULS, TRANSPARENT
 from graphalign.evaluate.identity import nearest_anchors
 from graphalign.ir.args import references
 from graphalign.ir.dataflow import Dataflow, Op, Operand, Ref, selected_format
+from graphalign.ir.paths import layer_of
 from graphalign.ir.training import Node, TrainingGraph
 
 QUERY_KEY_VALUE = 3
@@ -59,6 +60,9 @@ class Tracer:
         for v in self.capture.outputs:
             if v in self.refs:
                 self.add(name=f"output.{v}", kind="output", target="output", operands=(self.refs[v],), key=(v,))
+        for op in self.ops:
+            if op.kind == "table":
+                op.detail["outside"] = self._rounded_outside(op)
         flow = Dataflow("training", tuple(self.ops), self.capture.header.notes)
         flow.verify()
         return flow
@@ -98,7 +102,7 @@ class Tracer:
             tensors = list(references(node.args, "v"))
             if (
                 base(node.op) not in TRANSPARENT
-                or base(node.op) in ("cat", "stack", "embedding", "index_select", "gather")
+                or base(node.op) in ("cat", "stack", "embedding", "index_select", "index", "gather")
                 or len(tensors) != 1
             ):
                 break
@@ -108,12 +112,25 @@ class Tracer:
             made = self.capture.nodes[self.origin[v]] if v in self.origin else None
             name = next((i.name for i in self.capture.inputs if i.value.id == v), f"{made.module if made else ''}%{v}")
             op = self.add(name=f"table.{name}", kind="table", target=node.op if made else name, dtype=self.dtype.get(v, "float32"),
-                          module=node.module if made else "", source=node.source if made else None, key=(v,))  # fmt: skip
+                          module=node.module if made else "", source=node.source if made else None, key=(v,),
+                          detail={"made": self.origin.get(v), "cast_in": set()})  # fmt: skip
             self.table_of_value[v] = op.id
         ref = Ref(self.table_of_value[v]).rounded(self.dtype.get(v, "float32"))
         for u in reversed(chain):
-            ref = ref.rounded(self.dtype[u])
+            if (rounded := ref.rounded(self.dtype[u])) != ref:
+                self.ops[ref.producer].detail["cast_in"].add(self.capture.nodes[self.origin[u]].module)
+            ref = rounded
         return (ref,)
+
+    def _rounded_outside(self, op: Op) -> bool:
+        """Whether a table is computed and rounded in one module outside the layers, which has no modules inside and runs once."""
+        made = op.detail.get("made")
+        if made is None or not op.module or layer_of(op.module) is not None or op.detail["cast_in"] != {op.module}:
+            return False
+        node = self.capture.nodes[made]
+        again = sum(n.module == node.module and n.op == node.op and n.source == node.source for n in self.capture.nodes)
+        inside = any(n.module.startswith(f"{node.module}.") for n in self.capture.nodes)
+        return node.source is not None and again == 1 and not inside
 
     def _node(self, n: int, node: Node) -> None:
         name = base(node.op)
@@ -201,7 +218,7 @@ class Tracer:
 
     def _transparent(self, node: Node, outs: list[Any], tensors: list[int]) -> None:
         name = base(node.op)
-        if name in ("embedding", "index_select", "gather"):
+        if name in ("embedding", "index_select", "index", "gather"):
             tensors = tensors[:1]
         elif name == "copy" or self._overwrites(name, tensors):
             tensors = list(references(node.args, "v"))[1:2]
@@ -256,8 +273,9 @@ class Tracer:
     def _composite(self, n: int, node: Node, outs: list[Any]) -> None:
         operands = tuple(self.edges(v) for v in references(node.args, "v"))
         form = {k: tuple(x) if isinstance(x, list) else x for k, x in node.kwargs.items()}
+        key = ("composite", *self._number((form.get("owner", node.module),)))
         op = self.add(name=f"%{outs[0].id}", kind="anchor", target="composite", operands=operands, dtype=outs[0].dtype, module=node.module,
-                      source=node.source, key=("composite", *self._number((node.module,))), detail={"node": n, **form})  # fmt: skip
+                      source=node.source, key=key, detail={"node": n, **form})  # fmt: skip
         self.op_of_node[n] = op.id
         self.refs[outs[0].id] = (Ref(op.id).rounded(outs[0].dtype),)
 

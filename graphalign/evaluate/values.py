@@ -15,6 +15,7 @@ from typing import Literal
 import numpy as np
 import torch
 
+from graphalign.evaluate.shards import Shards
 from graphalign.ir.dataflow import LOW_PRECISION
 from graphalign.ir.paths import in_turn, role_of
 
@@ -108,6 +109,8 @@ class Arithmetic:
     """Anchors whose output the trainer has multiplied by a constant that the engine multiplies it by later, by name."""
     heads: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """Attention anchors to the number and size of the heads that the trainer's returns; the engine may fill heads up with zeros."""
+    shards: Shards = field(default_factory=Shards)
+    """What the engine's rank holds; elements that other ranks hold are NaN on the training side."""
     _memo: dict[object, Val] = field(default_factory=dict)
     _contents: dict[object, list[Val]] = field(default_factory=dict)
     _issued: Iterator[int] = field(default_factory=lambda: itertools.count(1))
@@ -198,6 +201,8 @@ _FORMATS = {"bfloat16": (45, 2.0**-126, float.fromhex("0x1.fep127")), "float16":
 
 def round_to(data: torch.Tensor, dtype: str) -> torch.Tensor:
     """float64 `data` rounded to a low-precision format, to nearest even, in one step, as float64."""
+    if data.is_complex():
+        return torch.view_as_complex(round_to(torch.view_as_real(data), dtype))
     if dtype in _FORMATS and data.dtype == torch.float64 and data.numel():
         drop, least, most = _FORMATS[dtype]
         size = data.abs()
@@ -208,6 +213,8 @@ def round_to(data: torch.Tensor, dtype: str) -> torch.Tensor:
             bits = data.contiguous().view(torch.int64)
             carried = (bits >> drop).bitwise_and_(1).add_((1 << (drop - 1)) - 1).add_(bits)
             return carried.bitwise_and_(-1 << drop).view(torch.float64)
+        if high != high and not bool((unknown := data.isnan()).all()):  # what other ranks hold; the rest takes the quick way
+            return round_to(data.masked_fill(unknown, 0.0), dtype).masked_fill(unknown, float("nan"))
     return _round_slowly(data, dtype)
 
 

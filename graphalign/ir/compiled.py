@@ -15,9 +15,12 @@ from typing import Any
 
 from torch import fx
 
+from graphalign.ir.frames import is_modeling_file
 from graphalign.ir.training import Source
 
 _ASSIGNED = re.compile(r"\s*(\w+)\s*(?::[^=]*)?=")
+_WRITTEN = re.compile(r";\s*(\w+)\s*(?::[^=]*)?=")
+"""After an in-place statement: `a[b] = c;  setitem = a`."""
 _TRACE = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n(?P<code>    .*)\n(?P<marks>[ ^~]*\^[ ^~]*)?')
 
 
@@ -40,9 +43,10 @@ class GeneratedCode:
 
 
 def _node_at(frame: FrameType) -> fx.Node | None:
-    """Generated code assigns each node to its own name, one per line."""
+    """Generated code assigns each node to its own name, one per line; where a node writes into an operand, behind that statement."""
     module = frame.f_locals.get("self")
-    match = _ASSIGNED.match(linecache.getline(frame.f_code.co_filename, frame.f_lineno, frame.f_globals))
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno, frame.f_globals)
+    match = _ASSIGNED.match(line) or _WRITTEN.search(line)
     if not isinstance(module, fx.GraphModule) or match is None:
         return None
     return next((n for n in module.graph.nodes if n.name == match[1]), None)
@@ -69,14 +73,14 @@ def rebase(traced: str, running: str, names: frozenset[str]) -> str:
 
 
 def trace_source(node: fx.Node) -> tuple[str, Source] | None:
-    """Absolute file and source of a node, from the last entry of its stack trace; the file in the source is left absolute.
+    """Absolute file and source of a node, from its stack trace's innermost entry in modeling code; the file in the source is left absolute.
 
     The trace marks the columns of the expression's first line only.
     """
     found = list(_TRACE.finditer(str(node.meta.get("stack_trace") or "")))
     if not found:
         return None
-    m = found[-1]
+    m = next((x for x in reversed(found) if is_modeling_file(x["file"])), found[-1])
     file, line = m["file"], int(m["line"])
     text = linecache.getline(file, line).rstrip("\n")
     indent = len(text) - len(text.lstrip())

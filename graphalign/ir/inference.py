@@ -18,6 +18,17 @@ class Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+class Shard(Frozen):
+    """The part of a checkpoint tensor, along one dimension, that one rank of a tensor-parallel engine holds."""
+
+    dim: int
+    """Dimension of the checkpoint tensor."""
+    start: int
+    length: int
+    size: int
+    """Of the whole checkpoint tensor along `dim`."""
+
+
 class Segment(Frozen):
     """A piece of an engine parameter that one checkpoint tensor fills (merged QKV has three)."""
 
@@ -29,6 +40,16 @@ class Segment(Frozen):
     length: int = 0
     index: tuple[int, ...] = ()
     """Leading indices before `dim` (expert number in a fused MoE weight)."""
+    shards: tuple[Shard, ...] = ()
+    """Which part of the checkpoint tensor it is; along all other dimensions it is whole. Several along one dimension are side by side: the
+    checkpoint merges what every rank holds a part of (query, key and value)."""
+    order: tuple[tuple[int, int, int], ...] = ()
+    """Where the engine holds the rows in another order (heads regrouped): the checkpoint's row for each of its rows, as runs of (first,
+    step, count). Empty: as they come."""
+
+    def rows(self) -> list[int]:
+        """`order`, row by row."""
+        return [first + step * k for first, step, count in self.order for k in range(count)]
 
 
 class Parameter(Frozen):

@@ -33,6 +33,12 @@ def unit_of(path: str) -> str:
     return path[: m.end()] if m else path
 
 
+def in_layer(path: str, other: str) -> str:
+    """A path with the layer number of another, if both have one."""
+    m, n = _FIRST.search(path), layer_of(other)
+    return path if m is None or n is None else f"{path[: m.start(1)]}{n}{path[m.end(1) :]}"
+
+
 @functools.lru_cache(maxsize=1 << 16)
 def role_of(name: str) -> str:
     """A name without any of its numbers (layers, experts, occurrences): the same in every layer."""

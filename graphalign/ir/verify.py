@@ -14,7 +14,7 @@ from typing import Any
 
 from graphalign.errors import CaptureFileError
 from graphalign.ir.args import references
-from graphalign.ir.inference import Body, InferenceGraph, Table
+from graphalign.ir.inference import Body, InferenceGraph, Parameter, Segment, Table
 from graphalign.ir.training import Input, TrainingGraph
 
 MAX_TOKENS = 4096
@@ -43,6 +43,9 @@ def verify_inference(graph: InferenceGraph) -> None:
         for s in p.segments:
             if not 0 <= s.dim < max(len(p.shape), 1) or s.start < 0 or s.length < 0 or (p.shape and s.start + s.length > p.shape[s.dim]):
                 raise _refuse(f"a piece of parameter {p.name} lies outside of it", str(s))
+            _verify_shards(p, s)
+            if s.order and (sum(max(count, 0) for *_, count in s.order) != s.length or sorted(s.rows()) != list(range(s.length))):
+                raise _refuse(f"the rows of {s.checkpoint} in {p.name} are not its rows in another order", str(s.order)[:100])
     for t in graph.tables:
         _verify_table(t)
     for g in graph.graphs:
@@ -53,6 +56,16 @@ def verify_inference(graph: InferenceGraph) -> None:
                     raise _refuse(f"node {n.name} names fewer buffers than its loop body uses", f"graph {g.name}")
                 if missing := [b for b in n.buffers if b not in known]:
                     raise _refuse(f"node {n.name} uses {missing[0]}, which is neither an input nor a buffer", f"graph {g.name}")
+
+
+def _verify_shards(p: Parameter, s: Segment) -> None:
+    for x in s.shards:
+        dim = x.dim + len(s.index)
+        held = s.length if dim == s.dim else p.shape[dim] if x.dim >= 0 and dim < len(p.shape) else -1
+        along = [y for y in s.shards if y.dim == x.dim]  # several runs, where the checkpoint merges what the engine splits
+        whole = sum(y.length for y in along) == held and {y.size for y in along} == {x.size}
+        if not whole or x.start < 0 or x.length < 0 or x.start + x.length > x.size or x.size > MAX_NUMEL:
+            raise _refuse(f"parameter {p.name} cannot hold the part of {s.checkpoint} that the capture says", str(x))
 
 
 def _verify_body(key: str, body: Body) -> int:

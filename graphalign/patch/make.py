@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from graphalign.errors import BadInputError
 from graphalign.evaluate.aten import base
+from graphalign.ir.paths import unit_of
 from graphalign.patch.spec import Edit, Group, Key, PatchSpec, Skipped, parse_layers
 from graphalign.sites.report import End, Report, Site
 from graphalign.sites.table import ranges
@@ -49,12 +50,13 @@ def make_spec(
     chosen = {n for n in names if (not only or n in set(only)) and n not in set(without)}
     wanted = set(parse_layers(layers)) if layers else None
     groups, skipped = [], _left_out(report, chosen, wanted)
+    modules = {end.module for g in report.groups for s in g.sites for end in (s.producer, s.consumer)}
     for g in sorted(report.groups, key=lambda g: g.name):
         if g.name not in chosen:
             continue
         edits = []
         for site in g.sites:
-            why = _unsupported(site)
+            why = _unsupported(site) or _around_layers(site, modules)
             if why:
                 skipped.append(Skipped(site=site.id, reason=why))
             elif (edit := _edit(site, wanted)) is not None:
@@ -124,4 +126,15 @@ def _unsupported(site: Site) -> str:
     for end in (site.producer, site.consumer):
         if not end.function and end.op not in ("parameter", "table"):
             return f"the source of {end.op} in {end.module} is not known"
+    return ""
+
+
+def _around_layers(site: Site, modules: set[str]) -> str:
+    """Why a site is not patched that a module computes which has other patched modules inside: its forward is not traced as a whole."""
+    paths = {m.replace("*", "0") for m in modules}
+    for end in (site.producer, site.consumer):
+        unit = unit_of(end.module.replace("*", "0"))
+        inside = any(p.startswith(f"{unit}.") and unit_of(p) != unit for p in paths) if unit else True
+        if end.op not in ("parameter", "table") and inside:
+            return f"{end.text or end.op} is computed in the forward of {unit or 'the model'}, around the layers, which is not rewritten"
     return ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, NoReturn
 
 import torch
@@ -65,6 +65,22 @@ def refuse_rounded_input(cls: type, x: torch.Tensor | None, dtype: torch.dtype) 
             f"its input arrives in {str(dtype).removeprefix('torch.')}, the patch passes it unrounded in float32",
             "something between the layers casts it: with FSDP2 set MixedPrecisionPolicy(cast_forward_inputs=False); "
             "or the layer before was replaced or undone",
+        )
+
+
+def refuse_lost(cls: type, lost: Set[str]) -> None:
+    """Raise if a value arrives without the unrounded one that should travel beside it.
+
+    Args:
+        cls: the stock class, for the message.
+        lost: sources that were not found among the arguments.
+    """
+    if lost:
+        _fail(
+            cls,
+            f"what {sorted(lost)[0].split(': ')[0]} computes arrives without its unrounded form",
+            "something between the two copies or changes the tensor (another device, an edit of its elements), or passes one of its own; "
+            "or that module was replaced or undone",
         )
 
 

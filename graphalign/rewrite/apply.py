@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -14,8 +15,8 @@ from torch import nn
 
 from graphalign.errors import PatchError, PatchNotLiveError
 from graphalign.ir.config import config_digest
-from graphalign.ir.frames import file_digest, relative_file
-from graphalign.patch.spec import PatchSpec, load
+from graphalign.ir.frames import file_digest, is_modeling_file, relative_file
+from graphalign.patch.spec import Key, PatchSpec, load
 from graphalign.rewrite.live import ORIGINAL, patched_class, root_class
 from graphalign.rewrite.trial import run_trial
 from graphalign.rewrite.units import UnitEdit, edits_by_unit, find_units
@@ -84,6 +85,7 @@ def apply(model: nn.Module, spec: PatchSpec | str | Path, *, allow_stale: bool =
     _refuse_compiled(units)
     _refuse_stale(model, units, spec, allow_stale)
     dtypes = {name: _check_regime(name, unit, spec) for name, unit in units.items()}
+    edits = {name: _as_traced(units[name], found) for name, found in edits.items()}
     for name, unit in units.items():
         for edit in edits[name]:
             _check_edit(name, unit, edit)
@@ -92,7 +94,7 @@ def apply(model: nn.Module, spec: PatchSpec | str | Path, *, allow_stale: bool =
     autocast = spec.regime.get("autocast")
     for name, unit in units.items():
         cls = type(unit)
-        key = (cls, dtypes[name], tuple((e.group, e.kind, e.format, e.consumer, e.operand, e.producer) for e in edits[name]))
+        key = (cls, dtypes[name], tuple((e.group, e.kind, e.format, e.consumer, e.operand, e.producer, e.source) for e in edits[name]))
         if key not in classes:
             classes[key] = patched_class(cls, edits[name], dtypes[name], autocast)
         swapped.append((unit, cls, classes[key]))
@@ -235,20 +237,35 @@ def _check_edit(name: str, unit: nn.Module, edit: UnitEdit) -> None:
         owner, _, method = key.function.rpartition(".")
         if not owner:
             continue
-        defined = next((c for c in type(module).__mro__ if c.__qualname__ == owner), None)
-        if defined is None:
+        around = [module]
+        if not is_modeling_file(_file(type(module))):  # torch's own, `nn.LayerNorm`: its ops are placed in the function that calls it
+            parts = key.module.split(".")
+            around += [unit.get_submodule(".".join(parts[:n])) for n in range(len(parts) - 1, -1, -1)]
+        owning = next((m for m in around if any(c.__qualname__ == owner for c in type(m).__mro__)), None)
+        if owning is None:
             raise PatchError(
                 f"{name}.{key.module} is a {type(module).__name__}, the patch is for {owner}", where=f"needed for {key.text}",
                 hint="another implementation of this module was swapped in (a kernel, Liger, an adapter); make a patch for this model",
             )  # fmt: skip
-        actual = inspect.unwrap(getattr(type(module), method, None) or (lambda: None))
+        actual = inspect.unwrap(getattr(type(owning), method, None) or (lambda: None))
         if getattr(actual, "__qualname__", key.function) != key.function and not key.function.startswith(
             getattr(actual, "__qualname__", "")
         ):
             raise PatchError(
-                f"{type(module).__name__}.{method} is {actual.__qualname__} here, the patch is for {key.function}",
+                f"{type(owning).__name__}.{method} is {actual.__qualname__} here, the patch is for {key.function}",
                 where=f"{name}.{key.module}",
             )
+
+
+def _as_traced(unit: nn.Module, edits: tuple[UnitEdit, ...]) -> tuple[UnitEdit, ...]:
+    """Edits as a trace of the unit alone names them: a unit of torch's own (a final `nn.LayerNorm`) has no modeling function in it."""
+    if is_modeling_file(_file(type(unit))):
+        return edits
+
+    def inside(key: Key | None) -> Key | None:
+        return key.model_copy(update={"function": ""}) if key is not None and not key.module else key
+
+    return tuple(replace(e, consumer=inside(e.consumer), producer=inside(e.producer)) for e in edits)
 
 
 def _file(cls: type) -> str:

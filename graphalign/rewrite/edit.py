@@ -16,6 +16,7 @@ import torch
 from torch import fx, nn
 
 from graphalign.errors import PatchError
+from graphalign.evaluate.aten import MATMULS
 from graphalign.patch.spec import Key
 from graphalign.rewrite.analyse import Info, OpKey, analyse, is_low, tensor_operands
 from graphalign.rewrite.units import UnitEdit
@@ -36,6 +37,8 @@ class Rewritten:
     """Edits whose ops are not in this graph (another graph of the same forward may have them)."""
     near: dict[int, str] = field(default_factory=dict)
     """By id of a missing edit: the ops of this graph that come nearest."""
+    beside: list[tuple[int, frozenset[str]]] = field(default_factory=list)
+    """For each result that was added at the graph's end: the position of the rounded one, and the sources of its value."""
 
 
 def rewrite(gm: fx.GraphModule, unit: nn.Module, edits: Sequence[UnitEdit]) -> Rewritten:
@@ -56,6 +59,7 @@ class _Rewriter:
         self.keep: dict[tuple[fx.Node, int], UnitEdit] = {}
         self.round: dict[tuple[fx.Node, int], UnitEdit] = {}
         self.exits: dict[fx.Node, UnitEdit] = {}
+        self.unread = {n for n in gm.graph.nodes if not n.users}
         self.wide_nodes: dict[fx.Node, fx.Node] = {}
         self.narrow_nodes: dict[fx.Node, fx.Node] = {}
 
@@ -70,7 +74,8 @@ class _Rewriter:
                 self._rewrite(node)
             elif node.op == "output":
                 self._rewrite_output(node)
-        self.gm.graph.eliminate_dead_code()
+        # only what lost its readers here: FX (torch 2.13) takes `mask.scatter_(…)`, written for its effect, for dead
+        self.gm.graph.eliminate_dead_code(lambda n: n in self.unread or not self.info.get(n, Info(transparent=True)).transparent)
         self.gm.graph.lint()
         self.gm.recompile()
         return self.out
@@ -145,8 +150,7 @@ class _Rewriter:
                     hint="leave this edit out; regenerate the patch with this version",
                 )
             return
-        wanted = OpKey(edit.producer.module, edit.producer.function, edit.producer.op, edit.producer.ordinal)
-        if not any(wanted in self.info[n].ops for n in found if n in self.info):
+        if not any(_is_producer(edit.producer, k) for n in found if n in self.info for k in self.info[n].ops):
             names = [f"{k.module or 'the layer'}.{k.op}#{k.ordinal} in {k.function}" for n in found for k in self.info[n].ops[:1]]
             raise PatchError(
                 f"operand {edit.operand} of {_show(edit.consumer)} is not computed by {_show(edit.producer)} here",
@@ -301,22 +305,34 @@ class _Rewriter:
         return cast
 
     def _rewrite_output(self, node: fx.Node) -> None:
+        """Results that leave the unit unrounded: in place of the rounded ones, or added behind them if they are to travel beside."""
         if not self.exits:
             return
+        reached: set[fx.Node] = set()
         inserted: dict[fx.Node, fx.Node] = {}
+        added: list[fx.Node] = []
+
+        def left(a: fx.Node) -> set[fx.Node]:
+            return {p for p in self._producers_now(a) if p in self.exits}
 
         def out(a: fx.Node) -> fx.Node:
-            if a in inserted:
-                return inserted[a]
-            producers = self._producers_now(a)
-            if not any(p in self.exits for p in producers):
-                return a
-            with self.gm.graph.inserting_before(node):
-                inserted[a] = self._wide(a)
+            if a not in inserted:
+                found = {p for p in left(a) if not self.exits[p].source}
+                reached.update(found)
+                with self.gm.graph.inserting_before(node):
+                    inserted[a] = self._wide(a) if found else a
             return inserted[a]
 
+        for position, a in enumerate(node.args[0] if isinstance(node.args[0], tuple | list) else ()):
+            found = {p for p in left(a) if self.exits[p].source} if isinstance(a, fx.Node) else set()
+            if isinstance(a, fx.Node) and found and is_low(self._dtype(a)):
+                reached.update(found)
+                with self.gm.graph.inserting_before(node):
+                    added.append(self._wide(a))
+                self.out.beside.append((position, frozenset(self.exits[p].source for p in found)))
         node.args = fx.map_arg(node.args, out)
-        reached = {p for a in inserted for p in self._producers_now(a)}
+        if added:
+            node.args = ((*node.args[0], *added),)  # type: ignore[misc]
         for producer, edit in self.exits.items():
             if producer not in reached:
                 self.out.done.remove(edit)
@@ -326,6 +342,14 @@ class _Rewriter:
         if node.meta.get(ENTRY) or not self.info.get(node, Info()).transparent:
             return [node]
         return [p for a in tensor_operands(node) or node.all_input_nodes for p in self._producers_now(a)]
+
+
+def _is_producer(key: Key, op: OpKey) -> bool:
+    """Whether an op is the one that a key names: an anchor's key says only what it is, `gemm` of a function, or `composite`, a module."""
+    if key.op == "composite":
+        return not key.module or op.module == key.module or op.module.startswith(f"{key.module}.")
+    same = op.op in MATMULS if key.op == "gemm" else op.op == key.op
+    return same and (op.module, op.function, op.ordinal) == (key.module, key.function, key.ordinal)
 
 
 def _is_cast(node: fx.Node, info: dict[fx.Node, Info]) -> bool:

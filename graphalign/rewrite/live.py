@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from graphalign.errors import PatchError, PatchNotLiveError
-from graphalign.rewrite.alive import not_executed, refuse_dead, refuse_rounded_input
+from graphalign.rewrite.alive import not_executed, refuse_dead, refuse_lost, refuse_rounded_input
+from graphalign.rewrite.beside import Path, put, split, substitute
 from graphalign.rewrite.capturing import without_idle_hooks
 from graphalign.rewrite.edit import ENTRY, rewrite
 from graphalign.rewrite.units import UnitEdit
@@ -74,7 +75,8 @@ def patched_class(cls: type[nn.Module], edits: Sequence[UnitEdit], dtype: torch.
         autocast: the autocast dtype of the regime, None for none.
     """
     expected = sorted(e.id for e in edits)
-    carried = any(e.consumer is not None and e.producer is None and e.kind == "keep" for e in edits)
+    entering = [e for e in edits if e.consumer is not None and e.producer is None and e.kind == "keep"]
+    carried, wanted = any(not e.source for e in entering), frozenset(e.source for e in entering if e.source)
     names = list(inspect.signature(cls.forward).parameters)[1:]
     problems: list[PatchError] = []
     near: dict[int, str] = {}
@@ -83,7 +85,7 @@ def patched_class(cls: type[nn.Module], edits: Sequence[UnitEdit], dtype: torch.
         if _RUN.unit is None:
             raise PatchError("a patched layer was compiled outside its own forward")
         try:
-            if carried:
+            if entering:
                 _mark_entry(gm)
             result = rewrite(gm, _RUN.unit, edits)
         except Exception as e:
@@ -98,13 +100,14 @@ def patched_class(cls: type[nn.Module], edits: Sequence[UnitEdit], dtype: torch.
         def run(*args: Any) -> Any:
             _RUN.graphs += 1
             _RUN.edits += done
-            return forward(*args) if _RUN.evaluate is None else _RUN.evaluate(gm, args)
+            results = forward(*args) if _RUN.evaluate is None else _RUN.evaluate(gm, args)
+            return split(results, result.beside) if result.beside else results
 
         return run
 
-    def graphalign_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if carried:
-            args, kwargs = _narrow(names, args, kwargs, dtype)
+    def graphalign_forward(self: Any, places: tuple[Path, ...], *args: Any, **kwargs: Any) -> Any:
+        for path in places:
+            args, kwargs = put(args, kwargs, path, lambda x: entry_cast(x, dtype))
         return cls.forward(self, *args, **kwargs)
 
     def compiled_forward() -> Callable[..., Any]:
@@ -134,10 +137,15 @@ def patched_class(cls: type[nn.Module], edits: Sequence[UnitEdit], dtype: torch.
         return single[self]
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        x = _find(names, args, kwargs)[1]
+        at, x = _find(names, args, kwargs)
         refuse_dead(cls, autocast, "cpu" if x is None else x.device.type)
+        places: tuple[Path, ...] = ()
+        if wanted:
+            args, kwargs, places, found = substitute(args, kwargs, wanted)
+            refuse_lost(cls, wanted - found)
         if carried:
             refuse_rounded_input(cls, x, dtype)
+            places = (*places, (at,)) if at is not None and (at,) not in places else places
         run = pick(self, args, kwargs)
         _RUN.entered += 1
         graphs = _RUN.graphs
@@ -145,7 +153,7 @@ def patched_class(cls: type[nn.Module], edits: Sequence[UnitEdit], dtype: torch.
         outer, _RUN.unit, _RUN.edits = (_RUN.unit, _RUN.edits), self, []
         try:
             with without_idle_hooks(self):
-                result = run(self, *args, **kwargs)
+                result = run(self, places, *args, **kwargs)
             executed = sorted(_RUN.edits)
         except torch._dynamo.exc.BackendCompilerFailed:
             if not problems:
@@ -230,21 +238,8 @@ def _find(names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return None, None
 
 
-def _narrow(
-    names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    where, x = _find(names, args, kwargs)
-    if where is None or x is None:
-        return args, kwargs
-    narrow = entry_cast(x, dtype)
-    if isinstance(where, int):
-        return (*args[:where], narrow, *args[where + 1 :]), kwargs
-    return args, {**kwargs, where: narrow}
-
-
 def _mark_entry(gm: torch.fx.GraphModule) -> None:
-    """Find the entry cast: traced in `entry_cast`, of a placeholder."""
+    """Find the entry casts: traced in `entry_cast`."""
     for node in gm.graph.nodes:
         if node.op == "call_method" and node.target == "to" and "in entry_cast" in str(node.meta.get("stack_trace")):
             node.meta[ENTRY] = True
-            return

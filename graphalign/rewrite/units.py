@@ -29,6 +29,8 @@ class UnitEdit:
     operand: int
     producer: Key | None
     """None: the value enters the unit from another one."""
+    source: str = ""
+    """Of a value that crosses units beside its rounded form (`rewrite.beside`), because its producer is outside the layers: names it."""
 
 
 def concrete(module: str, layer: int | None) -> str:
@@ -58,10 +60,12 @@ def edits_by_unit(spec: PatchSpec) -> dict[str, tuple[UnitEdit, ...]]:
                 ck = _relative(edit.consumer, consumer, uc)
                 pk = _relative(edit.producer, producer, up)
                 crosses = uc != up and edit.producer.op not in ("parameter", "table")
-                out[uc].append(UnitEdit(number, group.name, edit.kind, edit.format, ck, edit.operand, None if crosses else pk))
-                if crosses and edit.kind == "keep" and (up, pk) not in exits:
+                carried = crosses and edit.kind == "keep"
+                source = f"{up}: {pk.module}.{pk.op}#{pk.ordinal}" if carried and layer_of(up) is None else ""
+                out[uc].append(UnitEdit(number, group.name, edit.kind, edit.format, ck, edit.operand, None if crosses else pk, source))
+                if carried and (up, pk) not in exits:
                     exits.add((up, pk))
-                    out[up].append(UnitEdit(-1 - len(exits), group.name, "keep", edit.format, None, 0, pk))
+                    out[up].append(UnitEdit(-1 - len(exits), group.name, "keep", edit.format, None, 0, pk, source))
                 number += 1
     for unit, found in out.items():
         _refuse_two_claims(unit, found)

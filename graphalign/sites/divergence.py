@@ -105,7 +105,7 @@ class _Finder:
         """Anchors of the engine without a partner: what they return is unknown to the training side."""
 
     def run(self, differences: list[Difference]) -> Divergence:
-        semantic = [Parting(self.t.ops[d.op], f"{self.t.ops[d.op].target} {d.parameter}", d.reason) for d in differences]
+        semantic = [Parting(self.t.ops[d.op], f"{_kind(self.t.ops[d.op])} {d.parameter}", d.reason) for d in differences]
         opaque: list[Parting] = []
         behind = downstream(self.al, {d.op for d in differences})
         for (anchor, slot), why in self.al.parted.items():
@@ -143,6 +143,12 @@ class _Finder:
         ):
             if name in self.permuted:
                 return f"the engine holds the rows of {name} in an order that the capture does not record: no value of it can join"
+        given = [op.name for op in self.i.ops if op.kind == "input" and op.dtype.startswith(("float", "bfloat"))]
+        if given and (unread := self._unread(culprit)) is not None:
+            return (
+                f"it reads {unread}, which the engine's compiled graph does not read; what the graph is given from outside "
+                f"({', '.join(given[:3])}) may be computed with it"
+            )
         partners = self.al.partners.get(anchor, ())
         if not partners:
             inside = next((f"the engine runs {m} as one op, and {why}" for m, why in self.unfolded.items() if _within(culprit, m)), None)
@@ -221,6 +227,10 @@ class _Finder:
         bad = {m.op: m for m in self.al.tables if not m.name}
         hit = [bad[r.producer] for o in op.operands for r in o if r.producer in bad]
         return f"; the table it reads differs from the engine's by up to {hit[0].worst:.1f} units in the last place" if hit else ""
+
+
+def _kind(op: Op) -> str:
+    return "attention" if "parameters" in op.detail else op.target  # latent attention is a composite
 
 
 def _within(op: Op, module: str) -> bool:

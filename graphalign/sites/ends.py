@@ -29,14 +29,14 @@ class Ends:
             key = (node.module, function, aten.base(node.op))
             ordinal[n] = seen[key]
             seen[key] += 1
-        return {op.id: ordinal.get(op.detail.get("node", -1), 0) for op in self.flow.ops}
+        return {op.id: ordinal.get(op.detail.get("made" if op.detail.get("outside") else "node", -1), 0) for op in self.flow.ops}
 
     def end(self, op_id: int, slot: int | None = None) -> End:
         """One end of an edge; `slot` for a consumer's operand."""
         op = self.flow.ops[op_id]
         s = self.source(op)
-        named = op.kind in ("parameter", "table")
-        what = op.target if op.kind in ("op", "anchor") else op.kind
+        named = op.kind == "parameter" or (op.kind == "table" and not op.detail.get("outside"))
+        what = op.kind if named or op.kind not in ("op", "anchor", "table") else op.target
         if op.target == "gemm" and slot is not None:
             what = op.detail.get("op", what)  # a patch edits this op's operand
         base = End(module=pattern_of(op.target if named else op.module), op=what, ordinal=self.ordinals[op.id], operand=slot)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from graphalign.align.accumulate import differing_sums
 from graphalign.align.align import Alignment, Pair, Progress, align, prepare
 from graphalign.align.anchors import compare_anchors
 from graphalign.align.check import EXACT, Check, Confirmation, Edit, check
@@ -73,7 +74,7 @@ def diff_pair(pair: Pair, rules: Path, progress: Progress | None = None, started
     # a table that is rounded outside the layers is no site, but the others are checked as if it were not rounded; so are scaled experts
     assumed = [f for f in comparison.findings if f.verdict == "unpatchable" and al.training.ops[f.producer].kind == "table"]
     scaled = [f for f in comparison.findings if f.verdict == "unpatchable" and f.producer in al.scaled]
-    result = check(pair, [_edit(f) for f in proposed] + [Edit(f.consumer, f.slot, "keep") for f in (*assumed, *scaled)])
+    result = check(pair, [*map(_edit, proposed), *map(_assume, assumed), *(Edit(f.consumer, f.slot, "keep") for f in scaled)])
     exact = {at for at, c in result.confirmations.items() if c.exact}
     comparison.findings = [_harmless(f) if (f.consumer, f.slot) in exact else f for f in comparison.findings]
     unjudged = {(f.consumer, f.slot) for f in comparison.findings if f.verdict not in ("agree", "keep", "round")}
@@ -99,6 +100,11 @@ def _withdrawn(f: Finding) -> Finding:
 def _harmless(f: Finding) -> Finding:
     """A finding whose roundings change no element."""
     return replace(f, verdict="agree", reason="the value is exact in this format already") if f.verdict in ("keep", "round") else f
+
+
+def _assume(f: Finding) -> Edit:
+    """What would make an unpatchable table's reader agree with the engine's."""
+    return Edit(f.consumer, f.slot, "keep") if f.training or not f.inference else Edit(f.consumer, f.slot, "round", f.inference[-1])
 
 
 def _edit(f: Finding) -> Edit:
@@ -146,7 +152,7 @@ class _Builder:
             leftovers=self._leftovers(),
             undetermined=self._findings("undetermined") + self._refused() + self._unexplained(),
             conflicting=self._findings("conflicting"),
-            unpatchable=self._findings("unpatchable"),
+            unpatchable=self._findings("unpatchable") + self._entries([("training", i, why) for i, why in self._sums()]),
             semantic=semantic,
             tail=self._entries(
                 [
@@ -157,7 +163,7 @@ class _Builder:
             ),
             stats=self._stats(groups, seconds, assumed),
             nodes=statuses(self.al, self.comparison, self._where),
-            notes=tuple(header.notes) + tuple(self.training.header.notes) + self._table_notes(),
+            notes=tuple(header.notes) + tuple(self.training.header.notes) + self.i.notes + self._table_notes(),
             drawing=draw(self.al, self.ends, self.comparison.findings, self.site_of, self.divergence.semantic),
         )
 
@@ -278,6 +284,9 @@ class _Builder:
 
     def _findings(self, verdict: str) -> tuple[Entry, ...]:
         return self._finding_entries([(f, f.reason) for f in self.comparison.findings if f.verdict == verdict])
+
+    def _sums(self) -> list[tuple[int, str]]:
+        return differing_sums(self.t, self.i, self.al.partners)
 
     def _refused(self) -> tuple[Entry, ...]:
         return self._finding_entries([(f, f"proposed as {f.verdict}, but {why}") for f, why in self.refused])

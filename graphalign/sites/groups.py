@@ -95,6 +95,8 @@ class Namer:
     def _kind(self, op: Op) -> str:
         if op.id in self.al.regions.sums or op.id in self.al.regions.partial:
             return "residual_sum"
+        if "parameters" in op.detail:  # latent attention too
+            return "attention"
         return op.target if op.kind == "anchor" and op.target in ("gemm", "attention", "logprobs") else op.kind
 
     def _regions(self) -> dict[int, dict[str, set[str]]]:

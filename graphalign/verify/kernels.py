@@ -31,6 +31,7 @@ from graphalign.evaluate.opaque import OpaqueOp, load_opaque_ops
 from graphalign.evaluate.storage import Lazy, Storage
 from graphalign.evaluate.trace_inference import Tracer
 from graphalign.evaluate.values import Arithmetic, Val, draw, round_to, seed_of
+from graphalign.ir.args import references
 from graphalign.ir.dataflow import LOW_PRECISION
 from graphalign.ir.indexing import evaluate as index_value
 from graphalign.ir.inference import VALUE, Body, Graph, InferenceGraph, Input, Node
@@ -179,6 +180,8 @@ class Emulation(run_inference.Run):
     chosen: set[int] = field(default_factory=set)
     contents: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)
     """(graph, buffer or input) to what it holds at the end, or, for an input, at the start."""
+    after: dict[tuple[int, str, str], torch.Tensor] = field(default_factory=dict)
+    """(graph, call, argument) to what an opaque call has written there."""
 
     def _graph(self, g: int, graph: Graph) -> None:
         if g not in self.chosen:
@@ -194,6 +197,11 @@ class Emulation(run_inference.Run):
                     b = self.buffers.get(name)
                     if b is not None and b.dtype and not b.removed:
                         self.contents[g, name] = self._contents(name)
+
+    def _anchor(self, node: Node) -> None:
+        super()._anchor(node)
+        for name in _places(node, self.tracer.rules):
+            self.after[self.g, node.name, name] = self._contents(str(dict(node.args)[name]["b"]))
 
     def _source(self, name: str) -> Any:
         i = self.inputs.get(name)
@@ -241,15 +249,41 @@ def _written(node: Node, rules: dict[str, OpaqueOp]) -> tuple[str, int | None]:
     if rule is not None and rule.kind == "effect":
         return "", None
     names = [name for name, _ in node.args]
-    if rule is not None and rule.kind == "attention" and rule.out in names:
+    if rule is not None and rule.kind in ("attention", "embedding") and rule.out in names:
         return str(dict(node.args)[rule.out].get("b")), names.index(rule.out)
     return next(iter(node.outputs), ""), None
 
 
+def _places(node: Node, rules: dict[str, OpaqueOp]) -> list[str]:
+    """The arguments that an op of unknown inside writes, if it returns nothing."""
+    rule = rules.get(node.op)
+    if rule is None or rule.kind != "opaque":
+        return []
+    args = dict(node.args)
+    return [n for n in node.mutates if isinstance(args.get(n), dict) and "b" in args[n]]
+
+
+def _returned(graph: Graph, node: Node, rules: dict[str, OpaqueOp]) -> str:
+    """The buffer that a call which returns its result defines, empty for any other call."""
+    rule = rules.get(node.op)
+    if rule is None or rule.kind not in ("reduce", "gather"):
+        return ""
+    picked = [n for k in graph.kernels for n in k.nodes if n.op == "inductor.multi_output" and _self(n) in node.outputs]
+    return next((o for n in picked for o in n.outputs), next(iter(node.outputs), ""))
+
+
+def _self(node: Node) -> str:
+    return next(iter(references(dict(node.args).get("self"), "b")), "")
+
+
 def _unknown(graph: Graph, run: Emulation, g: int, rules: dict[str, OpaqueOp]) -> str:
     """An extern call whose result cannot be handed over, empty if there is none."""
-    written = ((n.op, _written(n, rules)[0]) for n in _calls(graph))
-    return next((op for op, buffer in written if buffer and (g, buffer) not in run.contents), "")
+    written = ((n.op, _returned(graph, n, rules) or _written(n, rules)[0]) for n in _calls(graph) if not _places(n, rules))
+    return next((op for op, buffer in written if buffer and not _is_known(run.contents.get((g, buffer)))), "")
+
+
+def _is_known(data: torch.Tensor | None) -> bool:
+    return data is not None and not bool(data.isnan().any())
 
 
 def _piece(graph: Graph, run: Emulation, g: int, source: Path, arrays: dict[str, np.ndarray], tokens: int,
@@ -272,10 +306,17 @@ def _piece(graph: Graph, run: Emulation, g: int, source: Path, arrays: dict[str,
         inputs.append(entry)
     externs: list[dict[str, Any]] = []
     for n in _calls(graph):
+        if places := _places(n, rules):
+            dtype = next((b.dtype for b in (*graph.buffers, *graph.passed()) if b.name == dict(n.args)[places[0]]["b"]), None)
+            writes = {p: _put(arrays, f"{graph.name}.{n.name}.{p}", run.after[g, n.name, p], dtype) for p in places}
+            externs.append({"dtype": dtype, "value": None, "position": None, "size": None, "writes": writes})
+            continue
         o, position = _written(n, rules)
+        returned = _returned(graph, n, rules)
+        o = returned or o
         b = next((b for b in graph.buffers if b.name == o), None)
         value = _put(arrays, f"{graph.name}.{o}", run.contents[g, o], b.dtype) if b is not None else None
-        externs.append({"dtype": b and b.dtype, "value": value, "position": position})
+        externs.append({"dtype": b and b.dtype, "value": value, "position": position, "size": size(b.size) if b and returned else None})
     return {"name": graph.name, "source": str(source), "inputs": inputs, "externs": externs}
 
 
@@ -308,11 +349,15 @@ def _put(arrays: dict[str, np.ndarray], key: str, data: torch.Tensor, dtype: str
 def _compare(entry: dict[str, Any], g: int, graph: Graph, runs: dict[Map, Emulation], results: Any, report: KernelReport) -> None:
     buffers = {b.name: b for b in graph.buffers}
     last = {name: i for i, launch in enumerate(entry["launches"]) for name in launch["written"]}
+    calls = [(node, p) for node in _calls(graph) for p in _places(node, runs["map"].tracer.rules)]
+    overwritten = {str(dict(node.args)[p]["b"]): node.op for node, p in calls}
     for at, launch in enumerate(entry["launches"]):
-        names = [n for n in launch["written"] if n in buffers and last[n] == at and (g, n) in runs["map"].contents]
+        known = [n for n in launch["written"] if n in buffers and last[n] == at and (g, n) in runs["map"].contents]
+        names = [n for n in known if n not in overwritten]
         for n in launch["written"]:
             if n not in names and last[n] == at:
-                report.skipped.append((f"{entry['name']} {launch['kernel']}", f"{n} is part of another buffer"))
+                why = f"{n} is overwritten by {overwritten[n]}" if n in known else f"{n} is part of another buffer"
+                report.skipped.append((f"{entry['name']} {launch['kernel']}", why))
         if not names:
             continue
         wrong: dict[Map, int] = {"map": 0, "negated": 0, "swapped": 0}

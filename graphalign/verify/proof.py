@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import re
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from torch import nn
 
 from graphalign.align.align import Alignment, Pair, align, prepare
 from graphalign.align.edges import Comparison, compare
+from graphalign.errors import PatchError, PatchNotLiveError
 from graphalign.ir.inference import InferenceGraph
 from graphalign.ir.training import TrainingGraph
 from graphalign.patch.make import make_spec
@@ -43,18 +46,26 @@ class Proof:
     """Variant (stock, patched, negated, everything_fp32) to its replay scores by group; empty if nothing was recorded."""
     skipped: str = ""
     """Why nothing was replayed."""
+    left_out: dict[str, int] = field(default_factory=dict)
+    """Group to the number of the stock model's sites that the patch leaves as they are."""
 
     @property
-    def remaining(self) -> tuple[str, ...]:
-        """Groups of the patch that still have sites in the patched model: must be none."""
-        return tuple(g.name for g in self.patched.groups if g.name in self.groups)
+    def remaining(self) -> dict[str, int]:
+        """Group to the number of sites that the patched model has beyond those that the patch left out: must be empty."""
+        count = {g.name: sum(s.count for s in g.sites) - self.left_out.get(g.name, 0) for g in self.patched.groups}
+        return {name: n for name, n in count.items() if n > 0}
 
     @property
     def problems(self) -> list[str]:
         """Everything that is wrong, in words; empty if the patch is proven."""
-        out = [f"{name}: sites remain after the patch" for name in self.remaining]
-        out += [f"the patched model has {len(getattr(self.patched, k))} {k} entries that the stock model does not have" for k in _KINDS
-                if len(getattr(self.patched, k)) > len(getattr(self.stock, k))]  # fmt: skip
+        out = [f"{name}: {n} sites remain after the patch" for name, n in self.remaining.items()]
+        for kind in _KINDS:
+            before, after = _entries(self.stock, kind), _entries(self.patched, kind)
+            out += [f"the patched model has {n} {kind} entries that the stock model does not have: {what}"
+                    for (what, _), n in (after - before).items()]  # fmt: skip
+            if kind == "unpatchable":  # what a patch cannot remove is still there, or it is not seen any more
+                out += [f"{n} {kind} entries of the stock model are not found in the patched one: {what}"
+                        for (what, _), n in (before - after).items()]  # fmt: skip
         patched = self.summaries.get("patched")
         if patched is not None:
             for name in self.groups:
@@ -65,7 +76,16 @@ class Proof:
         return out
 
 
-_KINDS = ("leftovers", "undetermined", "conflicting", "semantic")
+_VALUE = re.compile(r"%\d+")
+_KINDS = ("leftovers", "undetermined", "conflicting", "unpatchable", "semantic")
+
+
+def _entries(report: Report, kind: str) -> Counter[tuple[str, str]]:
+    """Entries of a kind, by what they are about and why, without value numbers; an op in place is the same as its function."""
+    out: Counter[tuple[str, str]] = Counter()
+    for e in getattr(report, kind):
+        out[e.what.replace("_.", "."), _VALUE.sub("%", e.reason)] += e.count
+    return out
 
 
 def prove(
@@ -103,29 +123,34 @@ def prove(
     with apply(model, spec):
         again = record(model)
     patched = diff(inference, again, rules=rules)
-    out = Proof(stock, patched, tuple(g.name for g in spec.groups), {"stock": 0, "patched": spec.edges}, skipped=skipped)
+    left_out = {g.name: sum(s.count for s in g.sites) for g in stock.groups}
+    for g in spec.groups:
+        left_out[g.name] = left_out.get(g.name, 0) - sum(len(e.pairs()) for e in g.edits)
+    groups = tuple(g.name for g in spec.groups)
+    out = Proof(stock, patched, groups, {"stock": 0, "patched": spec.edges}, skipped=skipped, left_out=left_out)
     if values is None:
         return out
     al = align(pair)
     comparison = compare(al)
     reaches = operands_by_group(stock)
-    variants = _variants(spec, al, comparison, pair, training, make_spec(stock))
+    variants = _variants(spec, al, comparison, pair, make_spec(stock))
     autocast = spec.regime.get("autocast")
     for name, variant in variants.items():
         say(f"replay: {name}", None)
+        try:
+            with apply(model, variant, allow_stale=True, trial=False) if variant else nullcontext():
+                out.summaries[name] = summarise(replay(model, pair, values, autocast=autocast, capture=training), reaches)
+        except (PatchError, PatchNotLiveError) as e:  # a variant to compare with may edit what no patch edits
+            if name == "patched":
+                raise
+            say(f"replay: {name}: left out, {e.what}", None)
+            continue
         out.edges[name] = variant.edges if variant else 0
-        if variant is None:
-            out.summaries[name] = summarise(replay(model, pair, values, autocast=autocast), reaches)
-        else:
-            with apply(model, variant, allow_stale=True, trial=False):
-                out.summaries[name] = summarise(replay(model, pair, values, autocast=autocast), reaches)
     return out
 
 
-def _variants(
-    spec: PatchSpec, al: Alignment, comparison: Comparison, pair: Pair, training: TrainingGraph, whole: PatchSpec
-) -> dict[str, PatchSpec | None]:
-    ends = Ends(training, pair.flow_t)
+def _variants(spec: PatchSpec, al: Alignment, comparison: Comparison, pair: Pair, whole: PatchSpec) -> dict[str, PatchSpec | None]:
+    ends = Ends(pair.capture_t, pair.flow_t)
     out: dict[str, PatchSpec | None] = {"stock": None, "patched": spec}
     if {g.name for g in whole.groups} != {g.name for g in spec.groups}:
         out["all groups"] = whole

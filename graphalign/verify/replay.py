@@ -20,6 +20,8 @@ from graphalign.align.regions import tail_ops
 from graphalign.errors import AlignmentError
 from graphalign.evaluate.aten import ATTENTIONS, base
 from graphalign.ir.dataflow import Op
+from graphalign.ir.training import TrainingGraph
+from graphalign.verify.composites import Ends, composite_ends
 from graphalign.verify.values import EngineValues
 
 _GEMMS = frozenset({"mm", "addmm"})
@@ -65,6 +67,8 @@ def engine_anchors(pair: Pair, values: EngineValues) -> dict[tuple[Any, ...], An
         if op.target == "gemm":
             for checkpoint, start, length in op.detail["segments"]:
                 part = written.reshape(-1, written.shape[-1])[:, start : start + length]
+                if (order := op.detail["orders"].get(checkpoint)) is not None:  # the checkpoint's row for each of the engine's
+                    part = part[:, torch.tensor(order).argsort()]
                 out["gemm", checkpoint, op.key[-1]] = Anchor(op.key, part, operands)
         else:
             out[op.key] = Anchor(op.key, written, operands)
@@ -77,7 +81,9 @@ class Replay(TorchDispatchMode):
     With `inject` off nothing is replaced: the comparison then shows how far the two have drifted apart.
     """
 
-    def __init__(self, model: nn.Module, pair: Pair, values: EngineValues, *, inject: bool = True) -> None:
+    def __init__(
+        self, model: nn.Module, pair: Pair, values: EngineValues, *, inject: bool = True, capture: TrainingGraph | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.inject = inject
         self.anchors = engine_anchors(pair, values)
@@ -88,6 +94,8 @@ class Replay(TorchDispatchMode):
         for op in pair.flow_t.ops:
             if op.kind == "anchor" and op.target == "gemm":
                 self.by_weight[str(op.key[1])].append(op)
+        ends = composite_ends(capture, pair) if capture is not None else {}
+        self.composites = Ends(ends, self.names, len(values.tokens))
         self.used: dict[str, int] = defaultdict(int)
         self.next_attention = 0
         self.scores: list[Score] = []
@@ -104,10 +112,21 @@ class Replay(TorchDispatchMode):
         kwargs = kwargs or {}
         name = base(str(func)) if func.namespace == "aten" else ""
         if name in _GEMMS:
-            return self._gemm(func, args, kwargs)
-        if name in ATTENTIONS:
-            return self._attend(func, args, kwargs)
-        return func(*args, **kwargs)
+            result = self._gemm(func, args, kwargs)
+        elif name in ATTENTIONS:
+            result = self._attend(func, args, kwargs)
+        else:
+            result = func(*args, **kwargs)
+        op = self.composites.follow(name, args, result)
+        return result if op is None else self._end(op, result)
+
+    def _end(self, op: Op, result: torch.Tensor) -> torch.Tensor:
+        """The engine's result of a composite anchor; its operands are compared where other anchors read them too."""
+        anchor = self.anchors.get(op.key)
+        if anchor is None or anchor.output is None or anchor.output.numel() != result.numel():
+            return result
+        self.replaced += 1
+        return anchor.output.to(result.dtype).reshape(result.shape).clone() if self.inject else result
 
     def _gemm(self, func: Any, args: Any, kwargs: Any) -> Any:
         x, w = args[-2:]
@@ -190,7 +209,9 @@ def ulp_distance(a: torch.Tensor, b: torch.Tensor) -> int:
     return int((order(a) - order(b)).abs().max()) if a.numel() else 0
 
 
-def replay(model: nn.Module, pair: Pair, values: EngineValues, *, autocast: str | None = None) -> list[Score]:
+def replay(
+    model: nn.Module, pair: Pair, values: EngineValues, *, autocast: str | None = None, capture: TrainingGraph | None = None
+) -> list[Score]:
     """Run the model on the recorded prompt with the engine's anchor outputs.
 
     Args:
@@ -198,6 +219,7 @@ def replay(model: nn.Module, pair: Pair, values: EngineValues, *, autocast: str 
         pair: both captures, of the stock model.
         values: the engine's recorded values for one prompt.
         autocast: dtype of `torch.autocast` around the forward.
+        capture: the stock model as recorded, to find where composite anchors end; without it they are not replaced.
 
     Returns:
         One score per anchor operand, in execution order.
@@ -205,7 +227,7 @@ def replay(model: nn.Module, pair: Pair, values: EngineValues, *, autocast: str 
     Raises:
         AlignmentError: not one anchor could be replaced.
     """
-    return run_replay(model, Replay(model, pair, values), values, autocast=autocast)
+    return run_replay(model, Replay(model, pair, values, capture=capture), values, autocast=autocast)
 
 
 def run_replay(model: nn.Module, mode: Replay, values: EngineValues, *, autocast: str | None = None) -> list[Score]:
@@ -215,6 +237,7 @@ def run_replay(model: nn.Module, mode: Replay, values: EngineValues, *, autocast
     with torch.no_grad(), cast:
         model(input_ids=ids, use_cache=False)  # compile what is patched before the mode is on
         mode.scores.clear()
+        mode.composites.reset()
         with mode:
             model(input_ids=ids, use_cache=False)
     if not mode.replaced:

@@ -13,7 +13,7 @@ import pytest
 from graphalign.capture.training import record_forward
 from graphalign.engines.examples import resolve_model
 from graphalign.engines.trainer import build_trainer
-from graphalign.ir.inference import Attention
+from graphalign.ir.inference import Attention, Parameter
 from graphalign.ir.training import Node, TrainingGraph
 from graphalign.sites.find import diff
 from tests.breadth.captured import captures, counts, report
@@ -127,6 +127,18 @@ def test_what_the_value_join_cannot_see(op: str, args: Callable[[dict[str, int]]
     assert "another sign or in another place" in found.semantic[0].reason
     assert found.semantic[0].layers == (0,)
     assert found.sites == report("phi3").sites - 2  # the query's two products in layer 0; the key's stay
+
+
+def test_rows_in_another_order_on_one_side_only() -> None:
+    """Bloom's merged queries, keys and values, as if the engine had not regrouped them."""
+    inference, training = captures("bloom")
+    assert any(s.order for p in inference.parameters for s in p.segments)
+
+    def flat(p: Parameter) -> Parameter:
+        return p.model_copy(update={"segments": tuple(s.model_copy(update={"order": ()}) for s in p.segments)})
+
+    found = diff(inference.model_copy(update={"parameters": tuple(map(flat, inference.parameters))}), training)
+    assert "attention" in {e.what for e in found.semantic}
 
 
 @pytest.mark.parametrize(

@@ -171,7 +171,8 @@ def test_a_probe_finds_merged_and_permuted_weights() -> None:
         ("k", 6, 3),
         ("v", 9, 3),
     ]
-    assert world.notes == ["rows of v are permuted in qkv"]
+    assert [s.get("order") for s in world.parameters["qkv"]["segments"]] == [None, None, [(2, -1, 3)]]
+    assert world.notes == []
     assert not world.parameters["scale"]["learned"]
     assert model.scale.tolist() == [1.0, 1.0, 1.0], "what no checkpoint tensor fills gets its value back"
 
@@ -206,6 +207,13 @@ def test_tables_are_sampled_over_their_whole_length() -> None:
 
     assert struct.unpack(f"<{2 * len(table.rows)}f", base64.b64decode(table.values))[::2] == tuple(map(float, table.rows))
     assert script.read_table("t", torch.zeros(1, 1 << 17)) is None
+
+
+@pytest.mark.parametrize("shape", [(64,), (4000,), (100, 3)])
+def test_vectors_and_short_tables_are_whole(shape: tuple[int, ...]) -> None:
+    """Inverse frequencies are read element by element, whatever the positions are."""
+    table = Table.model_validate_json(json.dumps(script.read_table("inv_freq", torch.rand(shape))))
+    assert table.rows == tuple(range(shape[0]))
 
 
 def test_attention_layers_are_read_by_what_they_have() -> None:

@@ -135,3 +135,31 @@ def test_the_kernel_does_what_its_rule_declares(neox: bool, rotary: int) -> None
     for t, got in zip(tensors, rotated, strict=True):
         assert torch.equal(got, emulate(t, every=False))
         assert not torch.equal(got, emulate(t, every=True))
+
+
+@pytest.mark.vllm
+def test_the_experts_kernel_adds_up_in_fp32() -> None:
+    """Three experts give constants (their biases), times FP32 routing weights: no product and no sum is rounded before the store."""
+    ops = pytest.importorskip("vllm._custom_ops")
+    experts, width, inner = 3, 64, 64
+    assert load_opaque_ops(rules_dir())["_C.cpu_fused_moe.default"].sums == "float32"
+
+    def run(constants: list[float], weights: list[float]) -> float:
+        packed = [
+            ops.cpu_prepack_moe_weight(torch.zeros(experts, *shape, dtype=torch.bfloat16), "vec")
+            for shape in ((2 * inner, width), (width, inner))
+        ]
+        biases = [torch.zeros(experts, 2 * inner), torch.tensor(constants)[:, None].expand(experts, width)]
+        out = torch.empty(1, width, dtype=torch.bfloat16)
+        routing = torch.tensor([weights], dtype=torch.float32), torch.arange(experts, dtype=torch.int32)[None]
+        ops.cpu_fused_moe(out, torch.ones_like(out), *packed, *(b.bfloat16().contiguous() for b in biases), *routing, "silu", "vec")
+        assert out.unique().numel() == 1
+        return out[0, 0].item()
+
+    assert run([1, 2**-8, 2**-8], [1, 1, 1]) == 1 + 2**-7  # 1 if each sum were rounded
+    other = 2**-9 + 2**-12
+    exact = (1 + 2**-7) * (1 + 2**-9) + other
+    rounded = torch.tensor((1 + 2**-7) * (1 + 2**-9)).bfloat16().item() + other
+    to_bf16 = [torch.tensor(x).bfloat16().item() for x in (exact, rounded)]
+    assert to_bf16[0] != to_bf16[1]
+    assert run([1 + 2**-7, 1, 0], [1 + 2**-9, other, 0]) == to_bf16[0]

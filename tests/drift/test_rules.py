@@ -20,7 +20,7 @@ def rules(tmp_path: Path) -> Path:
     """A copy of the rules that the three examples are enough for."""
     shutil.copytree(rules_dir(), tmp_path / "rules")
     folder = tmp_path / "rules"
-    for unused in ("ops/moe.yaml", "ops/recurrent.yaml", "ops/custom.yaml", "expected/moe.yaml"):
+    for unused in ("ops/moe.yaml", "ops/latent.yaml", "ops/parallel.yaml", "ops/recurrent.yaml", "ops/custom.yaml", "expected/moe.yaml"):
         (folder / unused).unlink(missing_ok=True)
     (folder / "expected" / "dense.yaml").write_text(
         "- {architecture: Qwen2ForCausalLM, device: cpu,\n"
@@ -37,7 +37,25 @@ def rules(tmp_path: Path) -> Path:
     )
     text = (folder / "vectors" / "ops.yaml").read_text().splitlines(keepends=True)
     text = [x if "unrecorded" in x or "aten." not in x else x.replace("}", ", unrecorded: on a GPU}") for x in text]
-    text = [x for x in text if not any(name in x for name in ("gdn", "fused_moe", "rotary", "mamba", "short_conv"))]
+    text = [
+        x
+        for x in text
+        if not any(
+            name in x
+            for name in (
+                "gdn",
+                "moe",
+                "mla",
+                "rotary",
+                "mamba",
+                "short_conv",
+                "all_gather",
+                "all_reduce",
+                "flashinfer_trtllm_fused_allreduce_norm",
+                "vocab_parallel_embedding",
+            )
+        )
+    ]
     (folder / "vectors" / "ops.yaml").write_text("".join(text))
     return folder
 

@@ -1,4 +1,4 @@
-"""What a recorded simulated capture gives: Qwen3 (6 tiny layers) on an H100, against the recorded trainer."""
+"""What a recorded simulated capture gives: Qwen3 (6 tiny layers) on an H100, against the recorded trainer with TRL's log-softmax."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from graphalign.ir.files import read_json
-from graphalign.ir.inference import VALUE, InferenceGraph
-from graphalign.ir.training import TrainingGraph
+from graphalign.ir.inference import TAIL, VALUE, InferenceGraph
 from graphalign.patch.make import make_spec
 from graphalign.sites.between import compare_targets
 from graphalign.sites.find import diff
 from graphalign.sites.report import Report
+from tests.breadth.captured import captures
+from tests.breadth.captured import report as recorded
 
 HERE = Path(__file__).parent
-TRAINING = HERE.parent / "fixtures" / "captures" / "qwen3.train.json.gz"
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def capture() -> InferenceGraph:
 
 @pytest.fixture(scope="module")
 def report(capture: InferenceGraph) -> Report:
-    return diff(capture, read_json(TRAINING, TrainingGraph, kind="training capture"))
+    return diff(capture, captures("qwen3_tail")[1])
 
 
 def test_it_says_that_it_is_simulated_and_how(capture: InferenceGraph) -> None:
@@ -46,7 +46,7 @@ def test_it_holds_vllms_defaults_for_the_device(capture: InferenceGraph) -> None
     assert compiled["inductor"]["combo_kernels"] is True
     assert [k for k, v in compiled["pass_config"].items() if v is True] == ["eliminate_noops"]
     assert target["max_num_batched_tokens"] == 16384  # of the LLM class on 70 GiB and more
-    assert {g.symbols[g.tokens] for g in capture.graphs} == {16384}
+    assert {g.symbols[g.tokens] for g in capture.graphs if g.name != TAIL} == {16384}
     assert set(target["gemm"]) == {"aten.mm.out"}
 
 
@@ -54,7 +54,7 @@ def test_equal_pieces_were_lowered_once(capture: InferenceGraph) -> None:
     simulation = capture.header.compile["simulation"]
     assert simulation["pieces"] == 7
     assert len(simulation["lowered"]) == 3
-    assert len(capture.graphs) == 13
+    assert [g.name for g in capture.graphs].index(TAIL) == len(capture.graphs) - 1 == 13
 
 
 def test_equal_pieces_have_names_of_their_own(capture: InferenceGraph) -> None:
@@ -90,7 +90,7 @@ def test_everything_aligns_and_the_sites_reproduce_the_engine(report: Report) ->
         assert entries == ()
     assert report.stats["check"]["equal_with_sites"] == 1.0
     assert report.stats["check"]["equal_stock"] < 0.9
-    assert {g.name for g in report.groups} == {"norm_weight", "rope", "swiglu", "residual_rmsnorm", "residual_stream"}
+    assert {g.name for g in report.groups} == {"norm_weight", "rope", "swiglu", "residual_rmsnorm", "residual_stream", "logprob_tail"}
     assert all(g.kind == "keep" for g in report.groups)
 
 
@@ -102,9 +102,14 @@ def test_the_residual_stream_is_rounded_once_per_layer(report: Report) -> None:
     assert 0 < site.producer.line < site.consumer.line
 
 
+def test_the_tail_is_compared(report: Report) -> None:
+    """TRL's log-softmax of BF16 logits rounds, the engine's does not."""
+    (site,) = next(g for g in report.groups if g.name == "logprob_tail").sites
+    assert (site.kind, site.count, site.training, site.inference) == ("keep", 1, ("bfloat16",), ())
+
+
 def test_what_differs_from_the_cpu_is_one_edge_per_layer(report: Report) -> None:
-    cpu = read_json(TRAINING.with_name("qwen3.inf.json.gz"), InferenceGraph, kind="inference capture")
-    found = compare_targets(diff(cpu, read_json(TRAINING, TrainingGraph, kind="training capture")), report)
+    found = compare_targets(recorded("qwen3_tail"), report)
     assert found.names == ("cpu", "h100 (simulated)")
     assert {name: (a, b) for name, a, b in found.groups}["residual_stream"] == (11, 6)
     (move,) = found.moves

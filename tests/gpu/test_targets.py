@@ -73,8 +73,3 @@ def test_versions_that_nobody_has_seen_are_refused(monkeypatch: pytest.MonkeyPat
 def test_the_tested_versions_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: {"torch": "2.13.0+cpu"}.get(name, "0.32.0"))
     script.check_versions()
-
-
-def test_a_rank_of_a_parallel_engine_is_refused() -> None:
-    with pytest.raises(Refused, match="parallel engine cannot be simulated yet"):
-        script.capture({"engine_args": {"tensor_parallel_size": 2}, "target": {}})

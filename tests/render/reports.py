@@ -22,7 +22,7 @@ H100 = Path(__file__).parents[1] / "gpu" / "data" / "qwen3.h100.inf.json.gz"
 def report(name: str) -> Report:
     """The diff of recorded captures, with diagrams of its semantic divergences."""
     if name == "h100":
-        captures = read_json(H100, InferenceGraph, kind="inference capture"), recorded.captures("qwen3")[1]
+        captures = read_json(H100, InferenceGraph, kind="inference capture"), captured.captures("qwen3_tail")[1]
     else:
         captures = (recorded if recorded.paths(name)[0].exists() else captured).captures(name)
     given: list[tuple[Any, ...]] = []

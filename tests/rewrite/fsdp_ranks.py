@@ -9,14 +9,16 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+import graphalign
 from graphalign.errors import PatchNotLiveError
+from tests.rewrite import test_beside as beside
 from tests.rewrite.tiny import build, by_hand, patch, tokens
 
 
 def shard(model: torch.nn.Module, **policy: bool) -> torch.nn.Module:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     mp = MixedPrecisionPolicy(param_dtype=torch.bfloat16, **policy)
-    for layer in model.model.layers:
+    for layer in getattr(model, "model", model).layers:
         fully_shard(layer, mesh=mesh, mp_policy=mp)
     fully_shard(model, mesh=mesh, mp_policy=mp)
     return model
@@ -46,6 +48,11 @@ def main() -> None:
     model.gradient_checkpointing_enable({"use_reentrant": False})
     if all(torch.equal(u, v) for u, v in zip(train(model, x), b, strict=True)):
         lines.append("bitwise equal with checkpointing")
+    outside = beside.build()
+    expected = beside.by_hand(outside, beside.IDS)
+    graphalign.apply(outside, beside.spec())
+    if torch.equal(shard(outside)(beside.IDS), expected):
+        lines.append("tables and an embedding arrive unrounded")
     patch(default)
     shard(default)
     try:

@@ -106,6 +106,7 @@ def test_fsdp2_on_two_ranks() -> None:
     out = ranks("tests/rewrite/fsdp_ranks.py")
     assert out.count("bitwise equal to the patch by hand") == 2
     assert out.count("bitwise equal with checkpointing") == 2
+    assert out.count("tables and an embedding arrive unrounded") == 2
     assert out.count("MixedPrecisionPolicy(cast_forward_inputs=False)") == 2
 
 

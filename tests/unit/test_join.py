@@ -33,3 +33,22 @@ def test_partners_cover_their_target() -> None:
     assert join.partners(0, (3, 4)) == (3,)
     assert join.partners(1, (0, 4)) == (0,), "computed on a merged buffer"
     assert join.partners(0, (1, 4)) == ()
+
+
+def test_a_few_small_elements_may_be_lost_to_cancellation_and_no_large_one() -> None:
+    x = torch.linspace(1, 2, 200, dtype=torch.float64)
+    x[0] = 1e-5
+    other = x.clone()
+    other[0] *= 1 + 1e-10
+    join = Join()
+    join.key(1, x), join.key(2, other)
+    assert join.inside(1, 2)
+    other[100] *= 1 + 1e-10
+    join.key(3, other)
+    assert not join.inside(1, 3)
+    many = x.clone()
+    many[:20] = torch.linspace(1e-5, 2e-5, 20, dtype=torch.float64)
+    moved = many.clone()
+    moved[:20] *= 1 + 1e-10
+    join.key(4, many), join.key(5, moved)
+    assert not join.inside(4, 5)

@@ -5,7 +5,8 @@ files that this machine's own capture has just generated are run. Seen to work w
 
 Job: `data` (npz with the arrays), `out` (npz to write), `pieces`: each `name`, `source`, `inputs` (in the wrapper's order: an
 integer, or dtype, size, stride and a key into `data` or null for content that no kernel reads), `externs` (results of the extern
-calls, in order: dtype, a key into `data` or null for a call without one, and which argument it writes if that is not `out`).
+calls, in order: dtype, a key into `data` or null for a call without one, and which argument it writes if that is not `out`; or the size
+of the tensor it returns, or which arguments it writes, by name, with a key each).
 """
 
 from __future__ import annotations
@@ -166,14 +167,22 @@ class Externs:
             raise AttributeError(name)
         return Externs(self.results, f"{self.path}.{name}")
 
-    def __call__(self, *args: Any, out: Any = None, **_: Any) -> Any:
+    def __call__(self, *args: Any, out: Any = None, **named: Any) -> Any:
         import torch
 
         if not self.results:
             raise Unsupported(f"a call of {self.path} more than the capture has")
-        position, result = self.results.pop(0)
+        position, size, result = self.results.pop(0)
+        if isinstance(result, dict):
+            if result.keys() - named.keys():
+                raise Unsupported(f"{self.path} is called with other arguments than the capture has")
+            for name, content in result.items():
+                named[name].copy_(content.view(named[name].shape))
+            return None
         if result is None:  # it only has an effect on the engine
             return torch.empty(0)
+        if size is not None:
+            return result.view(size)
         out = args[position] if out is None and position is not None else out
         if out is None:
             raise Unsupported(f"a call of {self.path} without `out`")
@@ -222,9 +231,9 @@ def run_piece(piece: dict[str, Any], data: Any, save: dict[str, Any]) -> list[di
 
     with tempfile.TemporaryDirectory(prefix="graphalign-kernels-") as folder:
         scope = wrapper_scope()
-        results = [(e["position"], e["value"] and from_numpy(data[e["value"]], getattr(torch, e["dtype"]))) for e in piece["externs"]]
+        results = [(e["position"], e.get("size"), result_of(e, data)) for e in piece["externs"]]
         scope["extern_kernels"] = Externs(results)
-        scope["torch"].ops = types.SimpleNamespace(vllm=Externs(results, "torch.ops.vllm"), aten=torch.ops.aten)
+        scope["torch"].ops = types.SimpleNamespace(aten=torch.ops.aten, **{n: Externs(results, f"torch.ops.{n}") for n in ("vllm", "_C")})
         for m in KERNEL.finditer(text):
             scope[m.group(1)] = Kernel(m.group(1), m.group(2), folder, record)
         start = text.index("    def call(self, args):")
@@ -232,6 +241,17 @@ def run_piece(piece: dict[str, Any], data: Any, save: dict[str, Any]) -> list[di
         exec(compile("class Runner:\n" + text[start:end], piece["source"], "exec"), scope)
         scope["Runner"]().call([tensor(e) for e in piece["inputs"]])
     return launches
+
+
+def result_of(entry: dict[str, Any], data: Any) -> Any:
+    """What an extern call gives: a tensor, tensors by the arguments it writes, or None."""
+    import torch
+
+    def read(key: str) -> Any:
+        return from_numpy(data[key], getattr(torch, entry["dtype"]))
+
+    writes = entry.get("writes")
+    return {name: read(key) for name, key in writes.items()} if writes else entry["value"] and read(entry["value"])
 
 
 def wrapper_scope() -> dict[str, Any]:

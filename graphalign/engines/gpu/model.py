@@ -7,6 +7,7 @@ A large uninitialised tensor of it (all weights are) keeps one element per row: 
 from __future__ import annotations
 
 import contextlib
+import re
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphalign.capture import engine_script as script
 
+VALIDATED = re.compile(r"Value error, (.*?) \[type=", re.S)
+"""vLLM's own words in pydantic's message."""
 LARGE = 1 << 16
 """Elements from which on an uninitialised tensor becomes thin."""
 WRITES = frozenset({"copy_", "fill_", "zero_", "mul_", "uniform_", "normal_"})
@@ -21,6 +24,18 @@ WRITES = frozenset({"copy_", "fill_", "zero_", "mul_", "uniform_", "normal_"})
 
 class Thin(TorchDispatchMode):
     """Makes large uninitialised tensors thin, and lets writes to them pass."""
+
+    last = False
+    """Whether of what is written along a thin dimension the last element is kept, not the first."""
+
+    @contextlib.contextmanager
+    def at_end(self) -> Any:
+        """Keep last elements meanwhile."""
+        self.last = True
+        try:
+            yield
+        finally:
+            self.last = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -46,7 +61,7 @@ class Thin(TorchDispatchMode):
             if not isinstance(t, torch.Tensor) or t.dim() != args[0].dim():
                 return t
             for d in dims:
-                t = t.narrow(d, 0, 1)
+                t = t.narrow(d, t.shape[d] - 1 if self.last else 0, 1)
             return t
 
         func(thinner(args[0]), *[thinner(a) for a in args[1:]], **kwargs)
@@ -64,25 +79,42 @@ def make_config(request: dict[str, Any]) -> Any:
         cut = script.layer_overrides(request["model"], request["layers"])
         arguments["hf_overrides"] = {**cut, **(arguments.get("hf_overrides") or {})}
     context = UsageContext.OPENAI_API_SERVER if request["entry"] == "server" else UsageContext.LLM_CLASS
-    return EngineArgs(**arguments).create_engine_config(usage_context=context)
+    try:
+        return EngineArgs(**arguments).create_engine_config(usage_context=context)
+    except ValueError as e:
+        said = VALIDATED.search(str(e))
+        if said is None:
+            raise
+        hint = "change the engine's arguments"
+        raise script.Refused(f"vLLM refuses this configuration: {said.group(1).rstrip(chr(46))}", "engine arguments", hint) from None
 
 
 def join_group(config: Any) -> list[str]:
-    """Rank 0 of the engine's process group, with a process group that communicates with nobody."""
+    """Rank 0 of the engine's process group, with a process group that communicates with nobody.
+
+    Returns:
+        What was replaced, in words.
+    """
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
+    from vllm.distributed.device_communicators import shm_broadcast
 
     parallel = config.parallel_config
     world = parallel.world_size
+    # The tensor-parallel group's queue in shared memory waits for the other ranks' answers (vLLM 0.32).
+    shm_broadcast.MessageQueue.create_from_process_group = staticmethod(lambda *_, **__: None)
     dist.init_process_group(backend="fake", rank=0, world_size=world, store=FakeStore())
     new_group = dist.new_group
     dist.new_group = lambda *a, **k: new_group(*a, **{**k, "backend": "fake"})
     with set_current_vllm_config(config):
         parallel_state.init_distributed_environment(world, 0, "env://", 0, "fake")
         parallel_state.initialize_model_parallel(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
-    return [f"rank 0 of {world}, in torch's fake process group: collectives move nothing"]
+    said = [f"rank 0 of {world}, in torch's fake process group: collectives move nothing"]
+    if world > 1:
+        said.append("the group has vLLM's base communicator, without NCCL: collectives stay in the graph as vLLM's ops, and are never run")
+    return said
 
 
 def build(config: Any, device: str) -> Any:
@@ -111,10 +143,11 @@ def survey(config: Any, request: dict[str, Any], world: script.World) -> dict[st
     """
     from vllm.config import set_current_vllm_config
 
-    with Thin(), set_current_vllm_config(config):
+    with Thin() as thin, set_current_vllm_config(config):
         model = build(config, "cpu")
         world.describe(model)
-        script.find_segments(world, model, request, quantised=getattr(config.model_config, "quantization", None))
+        quantised = getattr(config.model_config, "quantization", None)
+        script.find_segments(world, model, request, quantised=quantised, at_end=thin.at_end)
     tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
     forget_layers(config)
     return tensors

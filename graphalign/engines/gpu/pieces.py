@@ -119,7 +119,8 @@ class Lowering:
         self.results: list[str] = []
         self.ranges: list[Range] = []
         """In the order of compilation."""
-        self.overrides = {"benchmark_combo_kernel": False, "triton.autotune_at_compile_time": False}
+        self.overrides = {"benchmark_combo_kernel": False, "triton.autotune_at_compile_time": False, "shape_padding": False}
+        """Settings of Inductor that would run kernels on the device; the last: whether to pad a GEMM of odd sizes (no rounding moves)."""
         self._classes: dict[str, Piece] = {}
 
     @contextlib.contextmanager

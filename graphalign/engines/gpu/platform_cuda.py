@@ -27,8 +27,10 @@ OPS = {
     "gelu_quick": "(Tensor! out, Tensor x) -> ()",
     "rms_norm": "(Tensor! out, Tensor x, Tensor? weight, float eps) -> ()",
     "fused_add_rms_norm": "(Tensor! x, Tensor! res, Tensor? weight, float eps) -> ()",
+    "vocab_parallel_embedding": "(Tensor! out, Tensor input_ids, Tensor weight, int org_vocab_start_index, int org_vocab_end_index, "
+    "int num_org_vocab_padding, int added_vocab_start_index, int added_vocab_end_index) -> ()",
 }
-"""Ops of the CUDA extension that layers look up when they are built, whether or not they are used."""
+"""Ops of the CUDA extension that layers look up when they are built, whether or not they are used, or that stay in the graph."""
 
 
 class Stub:
@@ -90,6 +92,10 @@ def install(target: dict[str, Any], tensor_parallel: int, note: Any) -> list[str
         @classmethod
         def device_count(cls) -> int:
             return max(tensor_parallel, 1)
+
+        @classmethod
+        def get_device_communicator_cls(cls) -> str:
+            return "vllm.distributed.device_communicators.base_device_communicator.DeviceCommunicatorBase"
 
         @classmethod
         def num_compute_units(cls, device_id: int = 0) -> int:

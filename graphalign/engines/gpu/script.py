@@ -56,7 +56,7 @@ def check_versions() -> None:
 def capture(request: dict[str, Any]) -> dict[str, Any]:
     """Lower the model for the target and return the capture as plain data."""
     from graphalign.capture import engine_script as script
-    from graphalign.engines.gpu import device, graphs, model, pieces, platform_cuda
+    from graphalign.engines.gpu import device, fusion, graphs, model, pieces, platform_cuda
 
     timings: dict[str, float] = request.setdefault("timings", {})
     started = clock = time.perf_counter()
@@ -72,13 +72,16 @@ def capture(request: dict[str, Any]) -> dict[str, Any]:
             unknown.append(text)
 
     script.say(stage="start", fraction=0.05)
-    if any(int(request["engine_args"].get(f"{kind}_parallel_size") or 1) > 1 for kind in ("tensor", "pipeline", "data")):
-        # torch's fake process group moves nothing, and vLLM waits for an answer while it sets its groups up (0.32).
-        hint = "simulate tensor_parallel_size 1"
-        raise script.Refused("a rank of a parallel engine cannot be simulated yet", where="--engine-arg", hint=hint)
+    for kind in ("pipeline", "data"):
+        if int(request["engine_args"].get(f"{kind}_parallel_size") or 1) > 1:
+            hint = f"leave out {kind}_parallel_size; tensor_parallel_size can be simulated"
+            raise script.Refused(f"a rank of a {kind}-parallel engine cannot be simulated", where="--engine-arg", hint=hint)
+    ranks = int(request["engine_args"].get("tensor_parallel_size") or 1)
     # The device first: vLLM looks for an active Triton driver when it is imported.
     stand_ins = device.install(request["target"])
-    stand_ins += platform_cuda.install(request["target"], 1, note)
+    stand_ins += platform_cuda.install(request["target"], ranks, note)
+    if ranks > 1:
+        stand_ins += fusion.stand_in(note)
     import torch._inductor.config as inductor
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -91,6 +94,9 @@ def capture(request: dict[str, Any]) -> dict[str, Any]:
     script.say(stage="probe", fraction=0.15)
     world = script.World()
     tables = model.survey(config, request, world)
+    if ranks > 1 and not world.probed:
+        hint = "simulate tensor_parallel_size 1"
+        raise script.Refused("which part of the checkpoint this rank holds could not be found out", "; ".join(world.notes), hint)
     lap("probe")
     script.say(stage="load", fraction=0.25)
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
@@ -105,14 +111,20 @@ def capture(request: dict[str, Any]) -> dict[str, Any]:
     lowering = pieces.Lowering(recorder, tokens)
     with lowering.installed(), contextlib.suppress(pieces.Finished):
         model.run_forward(built, config, mode, tokens)
-    recorder.uninstall()
     lap("compile")
     if not lowering.pieces:
         hint = "leave out enforce_eager and compilation modes that switch Inductor off"
         raise script.Refused("vLLM compiled no graph of the model", hint=hint)
     found = graphs.assemble(lowering, world, note)
+    residue: list[str] = []
+    script.record_tail(world, recorder, config, found, mode, lowering.overrides)
+    recorder.uninstall()
     recorder.graphs = found
     named = read_tables(world, recorder, tables)
+    if ranks > 1:
+        said, missing = fusion.describe(found, ranks)
+        residue += said
+        unknown += missing
     if platform_cuda.Stub.called:
         note("CUDA ops that were asked about or called while the model was built: " + ", ".join(sorted(platform_cuda.Stub.called)))
     context = getattr(config.compilation_config, "static_forward_context", None) or {}
@@ -120,13 +132,19 @@ def capture(request: dict[str, Any]) -> dict[str, Any]:
     compiled = script.read_compile(config, recorder.options)
     classes = [p for p in lowering.pieces if not p.splitting and p.alike is None]
     compiled["simulation"] = {
-        "stand_ins": [*stand_ins, "the CUDA graph wrapper is left out", "parameters are fake tensors: no weight is in memory"],
+        "stand_ins": [
+            *stand_ins,
+            "the CUDA graph wrapper is left out",
+            "parameters are fake tensors: no weight is in memory",
+            "the tail is the first model runner's sampler; the second's Triton kernel also takes log_softmax in FP32",
+        ],
         "overrides": {k: script.jsonable(v) for k, v in lowering.overrides.items()} | {"force_disable_caches": True, "compile_threads": 1},
         "not_simulated": [
             "FMA contraction",
             "approximate division and square root",
             "cuBLAS's choice of kernel and split-K",
             "what depends on the CUDA version, of which this build of torch has none",
+            *residue,
         ],
         "pieces": sum(not p.splitting for p in lowering.pieces),
         "lowered": [p.number for p in classes],
@@ -184,6 +202,8 @@ def prepare_environment(request: dict[str, Any]) -> None:
 
     script.prepare_environment(request)
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+    # shared experts beside the router on a stream of their own: the same ops, and there is no stream without a device (vLLM 0.32)
+    os.environ["VLLM_DISABLE_SHARED_EXPERTS_STREAM"] = "1"
     os.environ["VLLM_LOGGING_LEVEL"] = os.environ.get("VLLM_LOGGING_LEVEL", "INFO")
 
 

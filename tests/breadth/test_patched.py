@@ -1,0 +1,121 @@
+"""Patched models captured again: the diff is empty, and what no patch can remove is still there, and nothing else."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from graphalign.align.pair import prepare
+from graphalign.ir.files import read_json
+from graphalign.ir.training import TrainingGraph
+from graphalign.patch.make import make_spec
+from graphalign.rules import rules_dir
+from graphalign.sites.find import diff
+from graphalign.sites.report import Report
+from graphalign.verify.composites import composite_ends
+from graphalign.verify.proof import Proof
+from tests.breadth.captured import CAPTURES, captures, counts, report
+
+PATCHED = {
+    "mixtral": 0,
+    "qwen2_moe": 4,
+    "qwen3_moe": 5,
+    "glm4_moe": 3,
+    "qwen3_next": 4,
+    "lfm2": 0,
+    "nemotron_h": 0,
+    "helium": 0,
+}
+"""Model to its number of unpatchable entries.
+
+`patched/` has the models of `test_architectures.py` recorded with all their edits applied.
+"""
+REPLACEABLE = {"mixtral": 5, "qwen2_moe": 4, "qwen3_moe": 5, "lfm2": 2}
+"""Composite anchors whose end the replay finds in the live model."""
+
+
+def recorded(name: str) -> TrainingGraph:
+    return read_json(CAPTURES.parent / "patched" / f"{name}.train.json.gz", TrainingGraph, kind="training capture")
+
+
+@functools.cache
+def patched(name: str) -> Report:
+    return diff(captures(name)[0], recorded(name))
+
+
+def proof(name: str, found: Report, groups: tuple[str, ...] | None = None) -> Proof:
+    stock = report(name)
+    left_out = {g.name: 0 if groups is None or g.name in groups else sum(s.count for s in g.sites) for g in stock.groups}
+    return Proof(stock, found, groups or tuple(left_out), {}, left_out=left_out)
+
+
+@pytest.mark.parametrize("name", PATCHED)
+def test_nothing_is_left(name: str) -> None:
+    found = patched(name)
+    assert counts(found) == {}
+    assert sum(e.count for e in found.unpatchable) == PATCHED[name]
+    assert found.leftovers == ()
+    assert found.semantic == ()
+    assert proof(name, found).problems == []
+
+
+def test_a_stock_model_is_not_proven() -> None:
+    problems = proof("qwen3_moe", report("qwen3_moe")).problems
+    assert problems == [
+        f"{g}: {n} sites remain after the patch"
+        for g, n in (("norm_weight", 21), ("residual_rmsnorm", 20), ("residual_stream", 9), ("rope", 40))
+    ]
+
+
+def test_what_was_left_out_by_choice_may_remain_and_no_more() -> None:
+    stock = report("mixtral")
+    rope = stock.model_copy(update={"groups": tuple(g for g in stock.groups if g.name != "rope")})
+    assert proof("mixtral", rope, ("rope",)).problems == []
+    assert proof("mixtral", stock, ("rope",)).problems == ["rope: 20 sites remain after the patch"]
+
+
+def test_a_site_of_an_unknown_group_is_a_problem() -> None:
+    """LFM 2 had one, of a group that no patch has, and was called proven."""
+    stock = report("lfm2")
+    new = stock.groups[0].model_copy(update={"name": "anchor_into_residual_sum"})
+    found = patched("lfm2").model_copy(update={"groups": (new,)})
+    assert proof("lfm2", found).problems[0].startswith("anchor_into_residual_sum: ")
+
+
+def test_entries_that_come_or_go_are_problems() -> None:
+    found = patched("qwen3_moe")
+    gone = proof("qwen3_moe", found.model_copy(update={"unpatchable": ()})).problems
+    assert gone == ["5 unpatchable entries of the stock model are not found in the patched one: aten.div.Tensor → composite[1]"]
+    other = found.unpatchable[0].model_copy(update={"what": "aten.mul.Tensor → gemm[0]", "count": 1})
+    new = proof("qwen3_moe", found.model_copy(update={"unpatchable": (*found.unpatchable, other)})).problems
+    assert new == ["the patched model has 1 unpatchable entries that the stock model does not have: aten.mul.Tensor → gemm[0]"]
+
+
+@pytest.mark.parametrize("name", REPLACEABLE)
+def test_composite_anchors_end_at_the_same_ops(name: str) -> None:
+    """The replay finds them in the patched model by what it found in the stock one."""
+    inference, training = captures(name)
+    rules = rules_dir(None)
+    ends = composite_ends(training, prepare(inference, training, rules))
+    assert len(ends) == REPLACEABLE[name]
+    again = recorded(name)
+    assert set(ends) == set(composite_ends(again, prepare(inference, again, rules)))
+
+
+def test_edits_around_the_layers_are_left_out_with_the_reason() -> None:
+    """The embedding's multiplier is applied in the backbone's own forward."""
+    spec = make_spec(report("granite_hybrid"))
+    assert {s.site for s in spec.skipped} == {f"embedding_scale.{n}" for n in (1, 2, 3)}
+    assert "is computed in the forward of model, around the layers, which is not rewritten" in spec.skipped[0].reason
+    assert "embedding_scale" not in {g.name for g in spec.groups}
+
+
+def test_tables_of_a_rotary_module_are_edges_between_modules() -> None:
+    """Its products are named as ops of that module, so that a patch can find them there."""
+    edits = [e for g in make_spec(report("helium")).groups for e in g.edits if e.producer.module == "model.rotary_emb"]
+    assert {(e.producer.op, e.producer.ordinal, e.producer.function) for e in edits} == {
+        ("mul", n, "HeliumRotaryEmbedding.forward") for n in (1, 2)
+    }
+    assert len(edits) == 4
+    assert {e.producer_layers for e in edits} == {""}
