@@ -50,7 +50,7 @@ def make_spec(
     chosen = {n for n in names if (not only or n in set(only)) and n not in set(without)}
     wanted = set(parse_layers(layers)) if layers else None
     groups, skipped = [], _left_out(report, chosen, wanted)
-    modules = {end.module for g in report.groups for s in g.sites for end in (s.producer, s.consumer)}
+    modules = {end.module for g in report.groups for s in g.sites for end in (s.producer, s.consumer) if end.op != "parameter"}
     for g in sorted(report.groups, key=lambda g: g.name):
         if g.name not in chosen:
             continue

@@ -62,10 +62,11 @@ COMPLETE = {
         "residual_stream": 4,
         "rope": 16,
     },
+    "qwen3_moe_h100": {"norm_weight": 13, "residual_rmsnorm": 12, "residual_stream": 3, "rope": 24},
     "nemotron_h": {"anchor_into_mul": 2, "residual_rmsnorm": 8, "residual_stream": 3},
 }
 """Every region aligned, every operand reproduced. `llama_odd`: a vocabulary of 1003, heads of 40, one of keys and values, biases, tied;
-`granite_moe_h100`: a simulated H100, whose op for the experts reads the router's logits."""
+`granite_moe_h100`: a simulated H100, whose op for the experts reads the router's logits; `qwen3_moe_h100`: it is the router too."""
 CONFLICTING = {
     "gpt2": {"embedding_sum": 2, "gelu": 30, "residual_layernorm": 7, "residual_stream": 6},
     "stablelm": {"residual_layernorm": 8, "residual_stream": 7, "rope": 20, "swiglu": 5},
