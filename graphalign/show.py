@@ -20,6 +20,12 @@ def render_file(path: Path, console: Console) -> None:
     Raises:
         CaptureFileError: it is none, or it is damaged.
     """
+    if path.suffix in (".yaml", ".yml"):
+        from graphalign.patch.spec import load
+        from graphalign.rewrite.describe import describe
+
+        _print_lines(console, describe(load(path)))
+        return
     raw = load_raw(path, kind="capture or sites file")
     form = raw.get("format") if isinstance(raw, dict) else None
     if form == "graphalign.inference":

@@ -542,7 +542,7 @@ class GraphReader:
     # -- buffers ----------------------------------------------------------------------------------------------------
 
     def _buffer(self, b: Any) -> dict[str, Any]:
-        layout = b.layout
+        layout, kind = b.layout, type(b.layout).__name__
         name = b.get_name()
         view_of = None
         with contextlib.suppress(Exception):
@@ -550,6 +550,7 @@ class GraphReader:
                 view_of = layout.view.get_name()
             elif hasattr(layout, "target"):
                 view_of = layout.target.get_name()
+                layout = layout.real_layout()  # a mutation has its own size and its target's strides (torch 2.13)
             elif type(b).__name__ == "MutationOutput":
                 view_of = next(iter(b.get_mutation_names()), None)
         return {
@@ -559,7 +560,7 @@ class GraphReader:
             "stride": [str(s) for s in getattr(layout, "stride", ())],
             # NonOwningLayout's own offset is 0 (torch 2.13); the slice's place is in the view's layout
             "offset": str(getattr(getattr(getattr(layout, "view", None), "layout", None), "offset", getattr(layout, "offset", 0))),
-            "layout": type(layout).__name__,
+            "layout": kind,
             "view_of": view_of,
             "removed": name in self.g.removed_buffers,
         }

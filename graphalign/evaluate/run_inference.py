@@ -15,11 +15,12 @@ import torch
 
 from graphalign.errors import CaptureFileError, UnsupportedOpError
 from graphalign.evaluate import aten
+from graphalign.evaluate.externs import buffers_of
 from graphalign.evaluate.interpret import Interpreter
 from graphalign.evaluate.outputs import hand_on, output_of
 from graphalign.evaluate.run_training import canonical
 from graphalign.evaluate.storage import UNKNOWN, Lazy, Rows, Storage
-from graphalign.evaluate.trace_inference import ADDED, Tracer, _buffers
+from graphalign.evaluate.trace_inference import ADDED, Tracer
 from graphalign.evaluate.values import Arithmetic, Val, draw, seed_of
 from graphalign.ir.dataflow import Op
 from graphalign.ir.indexing import evaluate as index_value
@@ -221,13 +222,13 @@ class Run:
         slot = 0
         for n in names:
             arg = args.get(n)
-            if not _buffers(arg):
+            if not buffers_of(arg):
                 continue
             if slot < len(op.operands):
                 self.operands[op.id, slot] = self._argument(arg)
                 slot += 1
         canonical(self.operands, op, self.arithmetic.tokens)
-        written = [b for n in ([rule.out] if rule and rule.out else node.mutates) for b in _buffers(args.get(n))] or list(node.outputs)
+        written = [b for n in ([rule.out] if rule and rule.out else node.mutates) for b in buffers_of(args.get(n))] or list(node.outputs)
         for o in written:
             root, _ = self._root(o)
             b = self.buffers.get(root)
@@ -244,7 +245,7 @@ class Run:
 
     def _pick(self, node: Node, args: dict[str, Any]) -> None:
         """One output of an extern call with several."""
-        sources = _buffers(args.get("self"))
+        sources = buffers_of(args.get("self"))
         path = args.get("indices") or []
         results = self.results.get(sources[0]) if sources else None
         if results is None or (path and not 0 <= path[0] < len(results)):
@@ -300,7 +301,7 @@ class Run:
 
     def _argument(self, arg: Any) -> torch.Tensor:
         if isinstance(arg, list | tuple):
-            return torch.cat([self._argument(a).reshape(-1) for a in arg if _buffers(a)])
+            return torch.cat([self._argument(a).reshape(-1) for a in arg if buffers_of(a)])
         name = arg["b"]
         if "size" in arg:
             _root, base = self._root(name)

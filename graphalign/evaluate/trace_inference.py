@@ -15,14 +15,13 @@ from typing import Any
 
 from graphalign.errors import CaptureFileError, UnsupportedOpError
 from graphalign.evaluate import aten
-from graphalign.evaluate.identity import nearest_anchors, owner_of
+from graphalign.evaluate.externs import buffers_of, describe
+from graphalign.evaluate.identity import nearest_anchors
 from graphalign.evaluate.opaque import OpaqueOp
 from graphalign.evaluate.partial import Partial, combine, sums_a_part
-from graphalign.evaluate.shards import part_of
 from graphalign.ir.args import references
 from graphalign.ir.dataflow import LOW_PRECISION, Dataflow, Op, Operand, Ref, selected_format
 from graphalign.ir.inference import TAIL, VALUE, Graph, InferenceGraph, Node, Parameter
-from graphalign.ir.paths import in_layer
 
 TRANSPARENT = frozenset({"neg", "identity", "to_dtype", "load", "store", "getitem", "masked"})
 """Targets that make no new value (a sign change commutes with rounding to nearest even)."""
@@ -301,49 +300,10 @@ class Tracer:
             return
 
         def edges(arg: str) -> Operand:
-            return tuple(r for b in _buffers(args.get(arg)) for r in self.take(g, b))
+            return tuple(r for b in buffers_of(args.get(arg)) for r in self.take(g, b))
 
-        weighing: list[Parameter] = []
-        if rule.kind == "gemm":
-            weight = args.get(rule.weight)
-            p = self._parameter(weight)
-            weighing = [p] if p else []
-            key = ("gemm", *self._number(tuple(s.checkpoint for s in p.segments) if p else ("unknown", node.name)))
-            operands: tuple[Operand, ...] = (edges(rule.input),)
-            detail: dict[str, Any] = {
-                "segments": [(s.checkpoint, s.start, s.length) for s in p.segments] if p else [],
-                "orders": {s.checkpoint: s.rows() for s in p.segments if s.order} if p else {},
-                "parts": {s.checkpoint: part for s in p.segments if (part := part_of(s, 0)) is not None} if p else {},
-                "bias": bool(_buffers(args.get(rule.bias))) or _is_param(args.get(rule.bias)),
-            }
-        elif rule.kind == "composite":
-            operands = tuple(edges(a) for a in rule.operands)
-            weights = weighing = [p for a in rule.weights if (p := self._parameter(args.get(a))) is not None]
-            layer = self._layer(args.get(rule.layer)) if rule.layer else None
-            owner = layer or owner_of([s.checkpoint for p in weights for s in p.segments])
-            above = next((str(self.ops[r.producer].key[1]) for r in operands[-1] if self.ops[r.producer].target == "gemm"), "")
-            if rule.routed and layer:
-                weighing = [p for p in self.capture.parameters if p.name.startswith(f"{layer}.")]
-            above = above or node.module
-            if rule.routed:  # a piece that stands for others has its own layer's name in it, and each its own router
-                owner = layer = in_layer(owner, above)
-            key = ("composite", *self._number((owner or node.name,)))
-            routing = tuple(rule.operands.index(r) for r in rule.routing if r in rule.operands)
-            if rule.whole:  # by its parameters, because engines rename modules
-                owner = owner_of(self._below(node.module)) or owner
-                key = ("composite", *self._number((owner or node.name,)))
-            own = layer is not None and not rule.whole and not rule.routed
-            places: tuple[str, ...] = (owner, node.module, owner_of(self._below(node.module)))
-            if rule.routed:
-                places = tuple(in_layer(p, above) for p in places)
-            kinds = {"own": own, "whole": rule.whole, "latent": rule.latent, "routed": rule.routed}
-            detail = {"owner": owner, "layer": layer or owner, "routing": routing, "places": places, "sums": rule.sums, **kinds}
-        else:
-            operands = tuple(edges(a) for a in rule.operands)
-            attending = self._layer(args.get(rule.layer))
-            key = ("attention", *self._number(self.anchors_above(operands)))
-            detail = {"layer": attending}
-        written = _buffers(args[rule.out]) if rule.out in args else list(node.outputs)  # see `returns`
+        key, operands, detail, weighing = describe(self, node, rule, args, edges)
+        written = buffers_of(args[rule.out]) if rule.out in args else list(node.outputs)  # see `returns`
         added = self._added(rule, args, edges(rule.bias)) if rule.kind == "gemm" else ()
         if added:
             detail["bias"] = False
@@ -363,25 +323,11 @@ class Tracer:
     def _added(self, rule: OpaqueOp, args: dict[str, Any], bias: Operand) -> Operand:
         """What a GEMM call adds, if it is no bias: on a GPU Inductor makes `mm` and a sum one `addmm`, rounded once (torch 2.13)."""
         plain = args.get("alpha", 1) == 1 and args.get("beta", 1) == 1
-        return bias if plain and self._parameter(args.get(rule.bias)) is None else ()
-
-    def _below(self, module: str) -> list[str]:
-        """Checkpoint tensors of a module of the engine's."""
-        return [s.checkpoint for p in self.capture.parameters if p.name.startswith(f"{module}.") for s in p.segments]
-
-    def _layer(self, arg: Any) -> str | None:
-        """The layer that an argument names, itself or through a graph input."""
-        if isinstance(arg, str):
-            return arg or None
-        if not isinstance(arg, dict):
-            return None
-        if "b" in arg and arg["b"] in self.inputs:
-            return self.inputs[arg["b"]].source
-        return str(arg["layer"]) if "layer" in arg else None
+        return bias if plain and self.parameter(args.get(rule.bias)) is None else ()
 
     def _aten(self, g: int, node: Node, args: dict[str, Any]) -> None:
         """An ATen kernel that Inductor calls as it is (`topk`): an op, evaluated as the trainer's are."""
-        operands = tuple(refs for a in args.values() if (refs := tuple(r for b in _buffers(a) for r in self.take(g, b))))
+        operands = tuple(refs for a in args.values() if (refs := tuple(r for b in buffers_of(a) for r in self.take(g, b))))
         op = self.add(name=node.name, kind="op", target=node.op, operands=operands, module=node.module, source=node.source or None,
                       where=node.op)  # fmt: skip
         self.ids[g, node.name, ""] = op.id
@@ -396,10 +342,10 @@ class Tracer:
     def _opaque(self, g: int, kernel: str, node: Node, rule: OpaqueOp | None) -> None:
         ignored = set(rule.ignore) if rule else set()
         names = [n for n, _ in node.args if n not in ignored]
-        operands = tuple(refs for n in names if (refs := tuple(r for b in _buffers(dict(node.args)[n]) for r in self.take(g, b))))
+        operands = tuple(refs for n in names if (refs := tuple(r for b in buffers_of(dict(node.args)[n]) for r in self.take(g, b))))
         # some write an argument and return a result too (`vllm.moe_forward`, vLLM 0.32)
-        written = [*(b for n in node.mutates for b in _buffers(dict(node.args).get(n))), *node.outputs]
-        key = ("opaque", *self._number((node.op, node.module)))
+        written = [*(b for n in node.mutates for b in buffers_of(dict(node.args).get(n))), *node.outputs]
+        key = ("opaque", *self.number((node.op, node.module)))
         layer = next((str(a["layer"]) for _, a in node.args if isinstance(a, dict) and "layer" in a), node.module)
         op = self.add(name=node.name, kind="anchor", target=node.op or node.kind, operands=operands, dtype=self._dtype(written),
                       module=node.module, source=node.source or None, where=node.op or kernel, key=key,
@@ -411,16 +357,16 @@ class Tracer:
     def _dtype(self, names: list[str]) -> str:
         return next((b.dtype for n in names if (b := self.buffers.get(n)) is not None and b.dtype), "float32")
 
-    def _parameter(self, arg: Any) -> Parameter | None:
+    def parameter(self, arg: Any) -> Parameter | None:
         if isinstance(arg, dict) and "param" in arg:
             return self.parameters.get(arg["param"])
-        for b in _buffers(arg):
+        for b in buffers_of(arg):
             i = self.inputs.get(b)
             if i is not None and i.role == "parameter":
                 return self.parameters.get(i.source)
         return None
 
-    def _number(self, key: tuple[Any, ...]) -> tuple[Any, ...]:
+    def number(self, key: tuple[Any, ...]) -> tuple[Any, ...]:
         n = self._occurrences.get(key, 0)
         self._occurrences[key] = n + 1
         return (*key, n)
@@ -445,22 +391,10 @@ def _merge(old: Operand, new: Operand) -> Operand:
     return old + tuple(r for r in dict.fromkeys(new) if r not in old)
 
 
-def _buffers(arg: Any) -> list[str]:
-    if isinstance(arg, dict):
-        return [arg["b"]] if isinstance(arg.get("b"), str) else []
-    if isinstance(arg, list | tuple):
-        return [b for a in arg for b in _buffers(a)]
-    return []
-
-
 def _bound(arg: Any, binding: dict[str, str]) -> str:
     """The buffer that a body's `{"b": "b3"}` stands for in this kernel."""
     role = str(arg["b"]) if isinstance(arg, dict) and "b" in arg else str(arg)
     return binding.get(role, role)
-
-
-def _is_param(arg: Any) -> bool:
-    return isinstance(arg, dict) and "param" in arg
 
 
 def _ref(arg: Any) -> str:

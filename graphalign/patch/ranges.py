@@ -107,6 +107,7 @@ def _compared(name: str, base: Census, other: Census) -> list[str]:
     differ = _differing(base, other)
     notes = [f"{name} rounds differently on {len(differ)} kinds of edge:"] if differ else []
     notes += [f"  {line}" for line in differ[:MAX_LINES]]
+    notes += [f"  and {len(differ) - MAX_LINES} more"] if len(differ) > MAX_LINES else []
     a, b = _anchors(base), _anchors(other)
     if a != b:
         counts = ", ".join(f"{op} {a[op]} times and {b[op]} there" for op in sorted({*a, *b}) if a[op] != b[op])

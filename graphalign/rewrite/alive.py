@@ -129,7 +129,7 @@ def _cause(compiled: bool, traced: bool) -> str:
     if traced:
         return (
             "the module no longer runs the code that the patch is for: a submodule, method or kernel was replaced after the patch "
-            "was made; undo that, or regenerate the patch with `graphalign find`"
+            "was made, or its parameters have another dtype now; undo that, or regenerate the patch with `graphalign find`"
         )
     from torch._dynamo.utils import counters
 

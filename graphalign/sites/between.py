@@ -39,9 +39,10 @@ class Between:
 
 
 def target_name(report: Report) -> str:
-    """`cpu`, `h100 (simulated)`, `h100 tp 2 (simulated)`."""
+    """`cpu`, `h100 (simulated)`, `h100 server tp 2 (simulated)`."""
     key = str(report.target.get("key") or report.target.get("device_name") or report.target.get("device") or "?")
     ranks = report.target.get("tp") or 1
+    key = f"{key} server" if report.target.get("entry") == "server" else key
     key = f"{key} tp {ranks}" if ranks != 1 else key
     return f"{key} (simulated)" if report.simulated else key
 

@@ -26,6 +26,10 @@ def ranges(numbers: tuple[int, ...]) -> str:
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in out)
 
 
+MOST = 0.9
+"""Share of the trainer's ops below which a result is said to be incomplete."""
+
+
 def render_table(report: Report, console: Console) -> None:
     """Print groups and sites, then what is not a site, then what to do next."""
     table = Table(title="Where BF16 rounding moved", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
@@ -57,6 +61,7 @@ def render_table(report: Report, console: Console) -> None:
         _entries(title, entries, style, console)
     for note in report.notes[:8]:
         console.print(Text(f"note: {note}", style="dim"))
+    _warn(report, console)
 
 
 def _moves(site: Site) -> str:
@@ -105,6 +110,18 @@ def _summary(report: Report, console: Console) -> None:
                 f"{c['equal_with_sites']:.3%} with these sites{_assumed(c)} applied (lowest {c['lowest_with_sites']:.3%})"
             )
         )
+
+
+def _warn(report: Report, console: Console) -> None:
+    """What makes a result incomplete, said behind everything else."""
+    total, paired = report.stats["training_ops"], report.stats["training_paired"]
+    lost = [n for n in report.notes if "could not be lowered" in n]
+    if lost:
+        text = f"warning: {len(lost)} compiled pieces could not be lowered, so nothing is known about what they round: see the notes"
+        console.print(Text(text, style="bold yellow"))
+    if total and paired < MOST * total:
+        text = f"warning: only {paired / total:.0%} of the trainer's ops were aligned: there may be more sites, see the leftovers"
+        console.print(Text(text, style="bold yellow"))
 
 
 def _assumed(check: dict[str, Any]) -> str:

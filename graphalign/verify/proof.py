@@ -56,6 +56,13 @@ class Proof:
         return {name: n for name, n in count.items() if n > 0}
 
     @property
+    def unpatched(self) -> dict[str, int]:
+        """Kind to the number of differences that remain because no patch removes them."""
+        found = {kind: sum(e.count for e in getattr(self.patched, kind)) for kind in ("unpatchable", "conflicting", "undetermined")}
+        found["left out"] = sum(self.left_out.values())
+        return {kind: n for kind, n in found.items() if n}
+
+    @property
     def problems(self) -> list[str]:
         """Everything that is wrong, in words; empty if the patch is proven."""
         out = [f"{name}: {n} sites remain after the patch" for name, n in self.remaining.items()]
@@ -66,6 +73,8 @@ class Proof:
             if kind == "unpatchable":  # what a patch cannot remove is still there, or it is not seen any more
                 out += [f"{n} {kind} entries of the stock model are not found in the patched one: {what}"
                         for (what, _), n in (before - after).items()]  # fmt: skip
+        if lost := sum(e.count for e in self.patched.leftovers):
+            out.append(f"{lost} ops or edges have no partner on the other side: nothing is shown about what they compute")
         patched = self.summaries.get("patched")
         if patched is not None:
             for name in self.groups:

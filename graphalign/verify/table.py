@@ -25,7 +25,14 @@ def render_proof(proof: Proof, console: Console) -> None:
         console.print(Text(f"NOT PROVEN: {problem}", style="bold red"))
     if not proof.problems:
         extent = "" if proof.summaries else " (consistency only: nothing was replayed)"
-        console.print(Text("proven: the patched model rounds where the engine rounds" + extent, style="bold green"))
+        rest = ", ".join(f"{n} {kind}" for kind, n in proof.unpatched.items())
+        if rest:
+            said = (
+                f"proven for the patch's edges: there the patched model rounds where the engine rounds{extent}; what differs still: {rest}"
+            )
+        else:
+            said = f"proven: the patched model rounds where the engine rounds{extent}"
+        console.print(Text(said, style="bold green" if not rest else "bold yellow"))
 
 
 def _replay(proof: Proof, console: Console) -> None:

@@ -34,9 +34,11 @@ def test_find_on_the_real_engine(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "smollm2"])
 def test_a_patch_is_proven_on_the_real_engine(name: str, tmp_path: Path) -> None:
-    found = _graphalign("find", f"example:{name}", "--out", tmp_path)
+    """Random weights, and the first layers of real ones."""
+    cut = ("--layers", 10) if name == "smollm2" else ()
+    found = _graphalign("find", f"example:{name}", "--out", tmp_path, *cut)
     assert found.returncode == 0, found.stderr[-2000:]
-    result = _graphalign("check", f"example:{name}", "--patch", tmp_path / "patch.yaml", "-o", tmp_path / "proof.json")
+    result = _graphalign("check", f"example:{name}", "--patch", tmp_path / "patch.yaml", "-o", tmp_path / "proof.json", *cut)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-2000:]
     proof = json.loads((tmp_path / "proof.json").read_text())
     assert proof["sites"]["stock"] > 0

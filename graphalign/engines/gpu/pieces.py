@@ -25,6 +25,8 @@ class Finished(BaseException):
     """The backend is done; the engine's forward is not continued."""
 
 
+UNFOLDED = {"joint_graph_constant_folding": False}
+"""Tried where a piece could not be lowered: the folding evaluates `full` on the device (torch 2.13)."""
 Range = tuple[int, int]
 """Token counts that vLLM compiles a piece for, first and last; equal for one of `compile_sizes`."""
 
@@ -207,12 +209,18 @@ class Lowering:
         self.recorder.piece, self.recorder.range = piece, of
         script.say(stage="compile", fraction=min(0.95, 0.4 + 0.5 * index / max(len(compiled), 1)))
         try:
-            lower(self.overrides)
-            piece.failures[of] = "vLLM's compiler returned before Inductor generated code"
-        except Lowered:
-            pass
-        except Exception as e:  # any op may be missing here; the other pieces go on
-            piece.failures[of] = script.first_reason(e)
+            for more in ({}, UNFOLDED):
+                try:
+                    lower({**self.overrides, **more})
+                    piece.failures[of] = "vLLM's compiler returned before Inductor generated code"
+                except Lowered:
+                    piece.failures.pop(of, None)
+                    if more:
+                        self.recorder.note(f"piece {piece.number} was lowered without Inductor's joint_graph_constant_folding, which "
+                                           "makes tensors on the device")  # fmt: skip
+                    return
+                except Exception as e:  # any op may be missing here; the other pieces go on
+                    piece.failures.setdefault(of, script.first_reason(e))
         finally:
             self.recorder.piece = None
 
