@@ -367,11 +367,11 @@ def _compare(entry: dict[str, Any], g: int, graph: Graph, runs: dict[Map, Emulat
             dtype = buffers[n].dtype or "float32"
             actual = _restore(results[launch["written"][n]], dtype)
             expected: dict[Map, torch.Tensor] = {m: r.contents[g, n].reshape(-1) for m, r in runs.items()}
-            known = ~expected["map"].isnan()  # rows of a table that the capture does not hold
-            if not bool(known.any()):
+            sure = ~expected["map"].isnan()  # rows of a table that the capture does not hold
+            if not bool(sure.any()):
                 report.skipped.append((f"{entry['name']} {launch['kernel']}", f"{n} depends on parts of a table that are not recorded"))
                 continue
-            actual, expected = actual[known], {m: e[known] for m, e in expected.items()}
+            actual, expected = actual[sure], {m: e[sure] for m, e in expected.items()}
             total += actual.numel()
             for m, e in expected.items():
                 wrong[m] += int(_differs(actual, e, dtype).sum())
