@@ -226,14 +226,13 @@ def _build(model: str, spec: PatchSpec, layers: int | None) -> Any:
 
 def _share_weights(folder: Path, out: Path, spec: PatchSpec, layers: int | None) -> str:
     """Write a checkpoint of random weights for a model that has none, so that both sides have the same; why not, if there is no room."""
-    import os
     import shutil
 
     from graphalign.engines.trainer import build_trainer, quiet
 
     trainer = build_trainer(folder, layers=layers, attention=str(spec.regime.get("attention") or "sdpa"))
     size = sum(p.numel() * p.element_size() for p in trainer.parameters())
-    memory = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    memory = _available_memory()
     disk = shutil.disk_usage(out.parent).free
     if WEIGHTS_IN_MEMORY * size > memory or size > disk:
         return (
@@ -243,6 +242,17 @@ def _share_weights(folder: Path, out: Path, spec: PatchSpec, layers: int | None)
     with quiet():
         trainer.save_pretrained(out)  # type: ignore[operator]
     return ""
+
+
+def _available_memory() -> int:
+    """Bytes that can be had without swapping, the page cache included where the system tells (Linux)."""
+    import os
+
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _split(names: str) -> list[str]:
