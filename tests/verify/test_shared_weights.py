@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import graphalign.cli_patch as cli_patch
 from graphalign.capture.inference import has_weights
 from graphalign.cli_patch import _share_weights
 from graphalign.engines.trainer import build_trainer
@@ -40,5 +40,5 @@ def test_what_does_not_fit_is_said_with_its_size(folder: Path, tmp_path: Path, m
     assert "fewer --layers" in why
     assert not (tmp_path / "made").exists()
     monkeypatch.undo()
-    monkeypatch.setattr(os, "sysconf", lambda name: 10)
+    monkeypatch.setattr(cli_patch, "_available_memory", lambda: 10)
     assert "do not fit" in _share_weights(folder, tmp_path / "made", recorded(), None)
