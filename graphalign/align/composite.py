@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from graphalign.align.accumulate import summed_in
 from graphalign.align.core import trim
 from graphalign.align.latent import attends, latent
+from graphalign.align.nodes import values_read, viewed
 from graphalign.align.routed import routed
 from graphalign.evaluate.aten import TRANSPARENT, base
-from graphalign.ir.args import references
 from graphalign.ir.dataflow import LOW_PRECISION, Dataflow, Op
 from graphalign.ir.inference import InferenceGraph, Parameter, Segment
 from graphalign.ir.training import Node, TrainingGraph, Value
@@ -56,13 +56,13 @@ def fold(capture: TrainingGraph, inference: Dataflow) -> Folded:
     values: dict[int, Value] = {i.value.id: i.value for i in capture.inputs}
     for n, node in enumerate(capture.nodes):
         values.update((o.id, o) for o in node.outputs if o is not None)
-        for v in _reads(node):
+        for v in values_read(node):
             readers.setdefault(v, []).append(n)
     replaced: dict[int, Node] = {}
     dropped: set[int] = set()
     parameters = {i.value.id for i in capture.inputs if i.kind == "parameter"}
     for node in capture.nodes:  # and their casts and views
-        if base(node.op) in TRANSPARENT and (reads := _reads(node)) and all(v in parameters for v in reads):
+        if base(node.op) in TRANSPARENT and (reads := values_read(node)) and all(v in parameters for v in reads):
             parameters.update(o.id for o in node.outputs if o is not None)
     for owner in owners:
         inside = of_module.get(owner)
@@ -125,7 +125,7 @@ def _composite(
         return "the module computes nothing of its own"
     members = set(inside)
     produced = {o.id for n in inside for o in capture.nodes[n].outputs if o is not None}
-    read = list(dict.fromkeys(v for n in inside for v in _reads(capture.nodes[n]) if v not in produced and v not in parameters))
+    read = list(dict.fromkeys(v for n in inside for v in values_read(capture.nodes[n]) if v not in produced and v not in parameters))
     left = [v for v in sorted(produced) if v in capture.outputs or any(n not in members for n in readers.get(v, ()))]
     if len(left) != 1:
         return f"{len(left)} of its values are read outside"
@@ -136,7 +136,7 @@ def _composite(
         if len(read) != operands and own:  # pieces of one projection are that projection
             views = {o.id: x for x in capture.nodes if x.module == capture.nodes[inside[-1]].module and base(x.op) in TRANSPARENT
                      for o in x.outputs if o is not None}  # fmt: skip
-            read = list(dict.fromkeys(_viewed(v, views) for v in read))
+            read = list(dict.fromkeys(viewed(v, views) for v in read))
         if len(read) != operands:
             return f"{'its own forward' if own else 'it'} reads {len(read)} activations, the engine's op {operands}"
         return Node(op=OP, args=tuple({"v": v} for v in read), kwargs={"own": True, "owner": owner} if own else {}, **done)
@@ -167,20 +167,13 @@ def _router(inference: Dataflow, op: Op) -> str:
     return str(names.pop()) if len(names) == 1 else ""
 
 
-def _viewed(value: int, views: dict[int, Node]) -> int:
-    """What a value is a view of."""
-    while value in views and len(reads := _reads(views[value])) == 1:
-        value = reads[0]
-    return value
-
-
 def _own(capture: TrainingGraph, inside: list[int]) -> list[int]:
     """What a forward computes itself: not the views of what it is given, nor those of what its submodules return."""
     produced: set[int] = set()
     kept: list[int] = []
     for n in inside:
         node = capture.nodes[n]
-        if base(node.op) not in TRANSPARENT or any(v in produced for v in _reads(node)):
+        if base(node.op) not in TRANSPARENT or any(v in produced for v in values_read(node)):
             kept.append(n)
             produced.update(o.id for o in node.outputs if o is not None)
     return kept
@@ -192,15 +185,11 @@ def _without_upcasts(capture: TrainingGraph, inside: list[int], readers: dict[in
     made = {o.id: o.dtype for n in inside for o in capture.nodes[n].outputs if o is not None}
     for n in reversed(inside):
         node = capture.nodes[n]
-        if base(node.op) != "_to_copy" or made.get((_reads(node) or [-1])[0]) not in LOW_PRECISION:
+        if base(node.op) != "_to_copy" or made.get((values_read(node) or [-1])[0]) not in LOW_PRECISION:
             continue
         if all(o is not None and o.dtype == "float32" and not members.intersection(readers.get(o.id, ())) for o in node.outputs):
             members.discard(n)
     return [n for n in inside if n in members]
-
-
-def _reads(node: Node) -> list[int]:
-    return [*references(node.args, "v"), *(v for a in node.kwargs.values() for v in references(a, "v"))]
 
 
 def _numel(value: Value) -> int:

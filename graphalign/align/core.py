@@ -6,8 +6,8 @@ Which of these the engine's op includes shows in the engine's graph: what it rea
 
 from __future__ import annotations
 
+from graphalign.align.nodes import values_read
 from graphalign.evaluate.aten import TRANSPARENT, base, is_pointwise
-from graphalign.ir.args import references
 from graphalign.ir.dataflow import Dataflow, Op
 from graphalign.ir.training import Node, TrainingGraph
 
@@ -34,10 +34,6 @@ def trim(capture: TrainingGraph, inside: list[int], parameters: set[int], engine
     return inside
 
 
-def _reads(node: Node) -> list[int]:
-    return [*references(node.args, "v"), *(v for a in node.kwargs.values() for v in references(a, "v"))]
-
-
 def _outputs(node: Node) -> list[int]:
     return [o.id for o in node.outputs if o is not None]
 
@@ -48,11 +44,11 @@ def _without_gate(capture: TrainingGraph, inside: list[int], parameters: set[int
     for n in inside:
         node = capture.nodes[n]
         mixes = base(node.op) not in TRANSPARENT and not is_pointwise(node.op)
-        mixed.update((o, mixes or any(mixed.get(v, False) for v in _reads(node))) for o in _outputs(node))
+        mixed.update((o, mixes or any(mixed.get(v, False) for v in values_read(node))) for o in _outputs(node))
     at, end = len(inside) - 1, len(inside)
     while at >= 0:
         node = capture.nodes[inside[at]]
-        reads = [v for v in dict.fromkeys(_reads(node)) if v not in parameters]
+        reads = [v for v in dict.fromkeys(values_read(node)) if v not in parameters]
         core = [v for v in reads if mixed.get(v)]
         if len(core) != 1 or (base(node.op) not in TRANSPARENT and not is_pointwise(node.op)):
             break
@@ -66,7 +62,7 @@ def _without_gate(capture: TrainingGraph, inside: list[int], parameters: set[int
         return inside
     readers: dict[int, set[int]] = {}
     for n, node in enumerate(capture.nodes):
-        for v in _reads(node):
+        for v in values_read(node):
             readers.setdefault(v, set()).add(n)
     needed = set(_outputs(capture.nodes[inside[end - 1]]))
     kept: set[int] = set()
@@ -75,7 +71,7 @@ def _without_gate(capture: TrainingGraph, inside: list[int], parameters: set[int
         # and what nobody reads: the last state, without a cache to keep it in
         if needed & set(outs) or all(readers.get(v, set()) <= kept for v in outs):
             kept.add(n)
-            needed.update(_reads(capture.nodes[n]))
+            needed.update(values_read(capture.nodes[n]))
     return sorted(kept)
 
 
@@ -84,12 +80,12 @@ def _without_factor(capture: TrainingGraph, inside: list[int], parameters: set[i
     while True:
         produced = {o for n in inside for o in _outputs(capture.nodes[n])}
         first = next(
-            (n for n in inside if is_pointwise(capture.nodes[n].op) and not produced & set(_reads(capture.nodes[n]))
-             and any(v not in parameters and v not in given for v in _reads(capture.nodes[n]))), None)  # fmt: skip
+            (n for n in inside if is_pointwise(capture.nodes[n].op) and not produced & set(values_read(capture.nodes[n]))
+             and any(v not in parameters and v not in given for v in values_read(capture.nodes[n]))), None)  # fmt: skip
         if first is None:
             return inside
-        read = [v for v in _reads(capture.nodes[first]) if v not in parameters and v not in given]
-        others = {v for n in inside if n != first for v in _reads(capture.nodes[n])} - produced - parameters - given
+        read = [v for v in values_read(capture.nodes[first]) if v not in parameters and v not in given]
+        others = {v for n in inside if n != first for v in values_read(capture.nodes[n])} - produced - parameters - given
         if len(read) != 1 or others:
             return inside
         inside = [n for n in inside if n != first]

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 
 import torch
 
+from graphalign.align.nodes import HEADS_FIRST
 from graphalign.ir.dataflow import Dataflow
 
-HEADS_FIRST = 4
 TOLERANCE = 2.0**-38
 
 

@@ -5,14 +5,12 @@ The pattern is a softmax between two products of activations. Masks and biases t
 
 from __future__ import annotations
 
+from graphalign.align.nodes import HEADS_FIRST, values_read
 from graphalign.evaluate.aten import MATMULS, TRANSPARENT, VIEWS, base, is_pointwise
-from graphalign.ir.args import references
 from graphalign.ir.training import Node, TrainingGraph, Value
 
 OP = "aten.scaled_dot_product_attention.default"
 SOFTMAX = frozenset({"softmax", "_softmax", "_safe_softmax"})
-HEADS_FIRST = 4
-"""Dimensions of what attention reads and returns: batch, heads, tokens, size."""
 FACTOR = frozenset({"mul", "div"})
 
 
@@ -186,4 +184,4 @@ class _Graph:
 
 
 def _reads(node: Node) -> list[int]:
-    return list(dict.fromkeys([*references(node.args, "v"), *(v for a in node.kwargs.values() for v in references(a, "v"))]))
+    return list(dict.fromkeys(values_read(node)))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from graphalign.align.composite import fold, rename
+from graphalign.align.nodes import HEADS_FIRST
 from graphalign.align.opwise import fold_attention
 from graphalign.align.regions import Regions, cut, stream_terms
 from graphalign.errors import BadInputError
@@ -23,8 +24,6 @@ from graphalign.ir.paths import layer_of
 from graphalign.ir.training import TrainingGraph
 from graphalign.ir.verify import verify_inference, verify_training
 
-HEADS_FIRST = 4
-"""Dimensions of what an attention of the trainer returns: batch, heads and tokens in one order or the other, size."""
 SHALLOW = 12
 """Most layers of a model whose check gives every layer values of its own. The cost of more would grow with their number."""
 

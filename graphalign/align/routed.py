@@ -5,8 +5,8 @@ Or it multiplies the hidden states with the router's weight too: then it has the
 
 from __future__ import annotations
 
+from graphalign.align.nodes import values_read, viewed
 from graphalign.evaluate.aten import MATMULS, TRANSPARENT, VIEWS, base
-from graphalign.ir.args import references
 from graphalign.ir.training import Node, TrainingGraph, Value
 
 
@@ -30,14 +30,14 @@ def routed(
     origin = {o.id: n for n, node in enumerate(nodes) for o in node.outputs if o is not None}
 
     def weight(v: int) -> str:
-        while v not in names and v in parameters and v in origin and (up := _reads(nodes[origin[v]])):
+        while v not in names and v in parameters and v in origin and (up := values_read(nodes[origin[v]])):
             v = up[0]
         return names.get(v, "")
 
     experts = [n for n, x in enumerate(nodes) if x.module == owner or x.module.startswith(f"{owner}.")]
     around = [n for n, x in enumerate(nodes) if x.module == parent or x.module.startswith(f"{parent}.")]
     if router:
-        gemm = next((n for n, x in enumerate(nodes) if base(x.op) in MATMULS and router in {weight(v) for v in _reads(x)}), None)
+        gemm = next((n for n, x in enumerate(nodes) if base(x.op) in MATMULS and router in {weight(v) for v in values_read(x)}), None)
     else:
         gemm = _chooses(nodes, around, set(experts))
     if gemm is None or not around:
@@ -51,17 +51,17 @@ def routed(
     below = {logits.id}
     for n in around:
         node = nodes[n]
-        if gemm < n <= end and not below.isdisjoint(_reads(node)):
+        if gemm < n <= end and not below.isdisjoint(values_read(node)):
             inside.add(n)
             below.update(o.id for o in node.outputs if o is not None)
     produced: dict[int, Value] = {o.id: o for n in inside for o in nodes[n].outputs if o is not None}
     left = [
         v for v in produced if v in capture.outputs or any(r not in inside and not _dead(r, nodes, readers) for r in readers.get(v, ()))
     ]
-    read = list(dict.fromkeys(v for n in sorted(inside) for v in _reads(nodes[n]) if v not in produced and v not in parameters))
+    read = list(dict.fromkeys(v for n in sorted(inside) for v in values_read(nodes[n]) if v not in produced and v not in parameters))
     view = {o.id: x for x in nodes if base(x.op) in VIEWS for o in x.outputs if o is not None}
-    read = list(dict.fromkeys(_viewed(v, view) for v in read if not _constant(v, nodes, origin)))
-    hidden = [v for v in read if v != _viewed(logits.id, view)]
+    read = list(dict.fromkeys(viewed(v, view) for v in read if not _constant(v, nodes, origin)))
+    hidden = [v for v in read if v != viewed(logits.id, view)]
     if len(left) != 1 or len(hidden) != 1:
         return f"{len(left)} of its values are read outside, and it reads {len(hidden)} activations besides the router's logits"
     second = logits.id if router else hidden[0]
@@ -77,21 +77,11 @@ def _chooses(nodes: tuple[Node, ...], around: list[int], experts: set[int]) -> i
             continue
         below = {o.id for o in nodes[start].outputs if o is not None}
         for n in around:
-            if n > start and not below.isdisjoint(_reads(nodes[n])):
+            if n > start and not below.isdisjoint(values_read(nodes[n])):
                 if n in experts:
                     return start
                 below.update(o.id for o in nodes[n].outputs if o is not None)
     return None
-
-
-def _reads(node: Node) -> list[int]:
-    return [*references(node.args, "v"), *(v for a in node.kwargs.values() for v in references(a, "v"))]
-
-
-def _viewed(value: int, views: dict[int, Node]) -> int:
-    while value in views and len(up := _reads(views[value])) == 1:
-        value = up[0]
-    return value
 
 
 def _dead(n: int, nodes: tuple[Node, ...], readers: dict[int, list[int]]) -> bool:
@@ -101,4 +91,4 @@ def _dead(n: int, nodes: tuple[Node, ...], readers: dict[int, list[int]]) -> boo
 
 def _constant(value: int, nodes: tuple[Node, ...], origin: dict[int, int]) -> bool:
     """Whether a value is made of nothing."""
-    return value in origin and not _reads(nodes[origin[value]])
+    return value in origin and not values_read(nodes[origin[value]])

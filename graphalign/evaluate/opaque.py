@@ -12,10 +12,19 @@ from graphalign.errors import BadInputError
 from graphalign.rules import read_yaml
 
 
-class Computes(BaseModel):
-    """What an opaque op computes, in the vocabulary of `declared`: it is then compared like any other loop."""
+class Declared(BaseModel):
+    """For which calls a declaration holds."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    device: str = ""
+    """Kind of device whose kernel does this; any if empty."""
+    only: dict[str, bool | int | float | str | None] = {}
+    """Values that other arguments must have, where they are given."""
+
+
+class Computes(Declared):
+    """What an opaque op computes, in the vocabulary of `declared`: it is then compared like any other loop."""
 
     function: Literal["rope"]
     values: tuple[str, ...]
@@ -25,20 +34,14 @@ class Computes(BaseModel):
     """Cosines and sines, side by side, by position."""
     head_size: str
     neox: str
-    device: str = ""
-    """Kind of device whose kernel does this; any if empty."""
-    only: dict[str, bool | int | float | str | None] = {}
-    """Values that other arguments must have, where they are given."""
 
     def arguments(self) -> tuple[str, ...]:
         """Names of arguments that every call must have."""
         return (*self.values, self.positions, self.table, self.head_size, self.neox)
 
 
-class FusedNorm(BaseModel):
+class FusedNorm(Declared):
     """The sum over the ranks, the residual sum and its RMSNorm in one op, as `fused_norm` evaluates it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     function: Literal["reduce_add_rms_norm"]
     reduced: str
@@ -49,10 +52,6 @@ class FusedNorm(BaseModel):
     out: str
     bias: str
     """Added to the weight (1 in Gemma)."""
-    device: str = ""
-    """Kind of device whose kernel does this; any if empty."""
-    only: dict[str, bool | int | float | str | None] = {}
-    """Values that other arguments must have, where they are given."""
 
     def tensors(self) -> dict[str, str]:
         """Roles to arguments."""
