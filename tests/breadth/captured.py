@@ -31,3 +31,11 @@ def report(name: str) -> Report:
 def counts(found: Report) -> dict[str, int]:
     """Group to its number of edges."""
     return {g.name: sum(s.count for s in g.sites) for g in found.groups}
+
+
+LISTS = ("leftovers", "undetermined", "conflicting", "unpatchable", "semantic")
+
+
+def entries(found: Report) -> dict[str, int]:
+    """Lists that are not empty, with their number of nodes or edges."""
+    return {k: sum(e.count for e in listed) for k in LISTS if (listed := getattr(found, k))}

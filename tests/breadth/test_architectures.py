@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from graphalign.sites.find import diff
-from tests.breadth.captured import captures, counts, report
+from tests.breadth.captured import captures, counts, entries, report
 
 COMPLETE = {
     "gemma2_eager": {"embedding_scale": 3, "geglu": 5, "post_norm": 10, "residual_rmsnorm": 20, "residual_stream": 9, "rope": 20},
@@ -131,13 +131,10 @@ OUTSIDE_TABLES = {
     "nanochat": ({"mul_into_pow": 1, "post_norm": 1, "residual_rmsnorm": 13, "residual_stream": 5, "rope": 48}, {"undetermined": 1}, 16),
 }
 """The engine reads cos and sin unrounded, the trainer's rotary module rounds them before the layers: that many of the `rope` edges."""
-LISTS = ("leftovers", "undetermined", "conflicting", "unpatchable", "semantic")
 
 
 def failures(name: str) -> dict[str, int]:
-    """Lists that are not empty, with their number of nodes or edges."""
-    found = report(name)
-    return {k: sum(e.count for e in entries) for k in LISTS if (entries := getattr(found, k))}
+    return entries(report(name))
 
 
 @pytest.mark.parametrize("name", COMPLETE)
