@@ -63,6 +63,8 @@ class Commands(TyperGroup):
                 raise
             console.show_bug(e)
             raise typer.Exit(BUG) from None
+        finally:
+            console.remove_empty_folders()
 
 
 app = typer.Typer(

@@ -154,9 +154,9 @@ class _Text:
 
 def _text(file: Path | None, folder: Path, tokens: int, most: int) -> _Text:
     from graphalign.engines.text import read_sequences
-    from graphalign.rules import rules_dir
+    from graphalign.rules import data_dir
 
-    built_in = rules_dir(None) / "prompts" / "prompts.jsonl"
+    built_in = data_dir("prompts") / "prompts.jsonl"
     sequences, prompts = read_sequences(file or built_in, folder, tokens=tokens, most=most)
     return _Text(folder.name, sequences, prompts.source, prompts.note)
 

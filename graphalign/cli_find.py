@@ -186,7 +186,8 @@ def find(
         _write_patch(report, out)
         if page:
             stages("report", None)
-            write_report(report, out / "report.html")
+            if not_drawn := write_report(report, out / "report.html"):
+                console.warn(not_drawn)
     show_report(report, out / "sites.json")
     s = stages.seconds
     captures = f"inference {s['inference']:.1f}, training {s['training']:.1f}"

@@ -10,7 +10,7 @@ import typer
 
 from graphalign import console
 from graphalign.cli import app
-from graphalign.errors import BadInputError
+from graphalign.errors import BadInputError, GraphalignError
 
 if TYPE_CHECKING:
     from graphalign.sites.drawing import Panel
@@ -75,12 +75,22 @@ def render(
         print(output)
 
 
-def write_report(report: Report, path: Path) -> None:
-    """`report.html`, for `find --report`."""
+def write_report(report: Report, path: Path) -> str:
+    """`report.html`, for `find --report`. Drawing never decides a result: whatever goes wrong becomes words.
+
+    Returns:
+        Why there is no page, or no diagrams in it; empty if all went well.
+    """
     from graphalign.ir.files import write_bytes
+    from graphalign.render.dot import broken_dot
     from graphalign.render.page import render_page
 
-    write_bytes(path, render_page(report).encode())
+    try:
+        write_bytes(path, render_page(report).encode())
+    except Exception as e:
+        why = e.what if isinstance(e, GraphalignError) else f"{type(e).__name__}: {e}".splitlines()[0]
+        return f"{path} was not written: {why}"
+    return f"{path} has no diagrams: {why}" if (why := broken_dot()) else ""
 
 
 def _check_group(report: Report, group: str) -> None:
@@ -127,4 +137,4 @@ def _draw(report: Report, panels: list[Panel], output: Path) -> list[Path]:
     try:
         return write([x for p in panels for x in pictures(report, p)], output.suffix)
     except NoGraphvizError as e:
-        raise NoGraphvizError(*write([x for p in panels for x in sources(report, p)], ".dot")) from e
+        raise NoGraphvizError(*write([x for p in panels for x in sources(report, p)], ".dot"), why=e.why) from e

@@ -67,7 +67,7 @@ def verify(
     from graphalign.logprobs import find_function
     from graphalign.patch.spec import load
     from graphalign.render.gap_page import render_gap_page
-    from graphalign.rules import rules_dir
+    from graphalign.rules import data_dir, rules_dir
     from graphalign.verify.gap.session import Settings, run
     from graphalign.verify.gap.table import render_gap
 
@@ -87,7 +87,7 @@ def verify(
             raise BadInputError("the model has no weights: both sides would draw their own", where=str(folder), hint="give a checkpoint")
         if spec is not None:
             _refuse_other_model(spec, folder, layers)
-        asked = read_prompts(prompts or rules_dir(None) / "prompts" / "prompts.jsonl", folder, limit=limit)
+        asked = read_prompts(prompts or data_dir("prompts") / "prompts.jsonl", folder, limit=limit)
         settings = Settings(
             folder=folder,
             out=out,

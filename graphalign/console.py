@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -132,6 +133,11 @@ def show_error(error: GraphalignError) -> None:
             console.print(f"  [dim]{(label + ':') if i == 0 else '':<7}[/]{escape(line)}", highlight=False, soft_wrap=True)
 
 
+def warn(text: str) -> None:
+    """Print a warning that changes no result."""
+    messages().print(f"[yellow]warning:[/] {escape(text)}", highlight=False, soft_wrap=True)
+
+
 def show_bug(error: BaseException) -> None:
     """Say that an unexpected exception is a bug of graphalign's, and write its traceback to a file."""
     text = "".join(traceback.format_exception(error))
@@ -174,6 +180,8 @@ def require_folder(folder: Path) -> None:
     Raises:
         BadInputError: it cannot be made or written to.
     """
+    new = [p for p in (folder, *folder.parents) if not p.exists()]
+    _made.extend(new)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -182,6 +190,17 @@ def require_folder(folder: Path) -> None:
         raise BadInputError(
             f"cannot write to the folder {folder}: {e.strerror or e}", where=str(folder), hint="give a folder you may write to"
         ) from None
+
+
+_made: list[Path] = []
+"""Folders that this process made, innermost first."""
+
+
+def remove_empty_folders() -> None:
+    """Take back the folders that were made for results that never came."""
+    while _made:
+        with contextlib.suppress(OSError):
+            _made.pop(0).rmdir()
 
 
 def require_output(path: Path) -> None:

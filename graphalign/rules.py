@@ -24,13 +24,24 @@ def read_yaml(path: Path) -> Any:
     return yaml.load(path.read_text(), Loader=_LOADER)
 
 
+def data_dir(name: str, path: str | os.PathLike[str] | None = None) -> Path:
+    """Where data that is not about ops, groups or counts lies (`prompts`, `targets`): an own rules folder may bring its own, and need not.
+
+    Args:
+        name: the folder inside `rules/`.
+        path: the rules folder asked for, as in `rules_dir`.
+    """
+    asked = path or os.environ.get(ENVIRONMENT_VARIABLE)
+    own = Path(asked) / name if asked else None
+    return own if own is not None and own.is_dir() else _shipped() / name
+
+
 def rules_dir(path: str | os.PathLike[str] | None = None) -> Path:
     """The folder to read rules from: `path`, else `$GRAPHALIGN_RULES`, else the installed ones, else the checkout's.
 
     Raises:
         BadInputError: the folder asked for does not exist, or this installation carries no rules.
     """
-    package = Path(__file__).resolve().parent
     for asked, by in ((path, "--rules"), (os.environ.get(ENVIRONMENT_VARIABLE), f"${ENVIRONMENT_VARIABLE}")):
         if asked:
             if not Path(asked).is_dir():
@@ -39,6 +50,16 @@ def rules_dir(path: str | os.PathLike[str] | None = None) -> Path:
                 said = f"warning: {by}: there is no rule file in {asked}: every custom op is opaque, and groups get generated names"
                 print(said, file=sys.stderr)
             return Path(asked)
+    return _shipped()
+
+
+def _shipped() -> Path:
+    """The rules of this installation.
+
+    Raises:
+        BadInputError: it carries none.
+    """
+    package = Path(__file__).resolve().parent
     for folder in (package / "_rules", package.parent / "rules"):
         if folder.is_dir():
             return folder

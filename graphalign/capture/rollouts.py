@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 
 from graphalign.capture.inference import Progress, capture_inference
 from graphalign.errors import GapInputError
-from graphalign.ir.files import read_json
+from graphalign.ir.files import read_json, work_folder
 from graphalign.ir.inference import InferenceGraph
 
 RAW = "raw_logprobs"
@@ -139,8 +138,8 @@ def generate(
             where="--engine-arg logprobs_mode",
             hint="leave logprobs_mode out",
         )
-    with tempfile.TemporaryDirectory(prefix="graphalign-", dir=out.parent) as work:
-        written = Path(work) / out.name
+    with work_folder(out.parent) as work:
+        written = work / out.name
         graph = capture_inference(
             model, capture, python=python, engine_args=arguments, layers=layers, timeout=timeout, progress=progress, values=values,
             rollouts={"prompts": [list(p) for p in prompts], "seeds": list(seeds), "samples": samples, "max_tokens": max_tokens,

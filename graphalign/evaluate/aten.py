@@ -215,9 +215,9 @@ def resolve(op: str) -> Any:
     packet = getattr(torch.ops.aten, name, None)
     if not isinstance(packet, torch._ops.OpOverloadPacket):
         packet = None
-    overload = getattr(packet, parts[2], None) if packet is not None else None
-    if overload is None and packet is not None:
-        overload = getattr(packet, packet.overloads()[0], None)
+    overload = getattr(packet, parts[2], None) if packet is not None else None  # another one would be another function
+    if not isinstance(overload, torch._ops.OpOverload):
+        overload = None
     listed = name in TRANSPARENT | REDUCTIONS | COMPOSITES | FACTORIES | MATMULS
     if overload is None or not (listed or torch.Tag.pointwise in overload.tags):
         raise UnsupportedOpError(

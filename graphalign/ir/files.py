@@ -9,11 +9,15 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import shutil
 import tempfile
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 from pydantic import BaseModel, ValidationError
 
 from graphalign.errors import BadInputError, CaptureFileError
@@ -23,6 +27,11 @@ MAX_BYTES = 2 << 30
 """Most bytes a decompressed capture may have."""
 MAX_DEPTH = 64
 """Deepest nesting of lists and objects a capture may have."""
+_QUOTE = ord('"')
+_OPEN = [ord(c) for c in "[{"]
+_CLOSE = [ord(c) for c in "]}"]
+_CHUNK = 1 << 22
+"""Bytes whose nesting is counted at once."""
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -55,6 +64,43 @@ def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
         raise BadInputError(
             f"cannot write {path}: {e.strerror or e}", where=str(path), hint="give a folder you may write to, with room on its disk"
         ) from None
+
+
+WORK = ".graphalign-work"
+"""The one folder inside a user's folder whose content is ours to remove."""
+_MARK = "made by graphalign"
+
+
+@contextmanager
+def work_folder(parent: Path) -> Iterator[Path]:
+    """A folder for a job's intermediate files, on the same disk as `parent`; gone when the job is done.
+
+    It lies in `parent`/.graphalign-work, which holds a mark. What a job that was killed left there is removed, and nothing else: a folder
+    of that name without the mark is not ours.
+
+    Raises:
+        BadInputError: it cannot be made.
+    """
+    ours = parent / WORK
+    mark = ours / _MARK
+    try:
+        if not ours.exists():
+            ours.mkdir(parents=True)
+            mark.touch()
+        if mark.is_file():
+            for left in ours.glob("job-*"):
+                shutil.rmtree(left, ignore_errors=True)
+        work = Path(tempfile.mkdtemp(prefix="job-", dir=ours))
+    except OSError as e:
+        raise BadInputError(
+            f"cannot work in {parent}: {e.strerror or e}", where=str(ours), hint="give a folder you may write to, with room on its disk"
+        ) from None
+    try:
+        yield work
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+        if mark.is_file() and {p.name for p in ours.iterdir()} == {_MARK}:
+            shutil.rmtree(ours, ignore_errors=True)
 
 
 @paused()
@@ -129,25 +175,16 @@ def load_raw(path: str | os.PathLike[str], *, kind: str) -> object:
 
 
 def _check_depth(text: str, path: object) -> None:
-    depth = 0
+    """Refuse deep nesting before the parser, which recurses, sees it. What is no JSON is counted too, and left to the parser to refuse."""
     if text.count("[") + text.count("{") < MAX_DEPTH:
         return
-    in_string = escaped = False
-    if max(text.count("[" * MAX_DEPTH), text.count('{"' * 4)) == 0 and "[[[[[[[[" not in text:
-        return
-    for c in text:
-        if in_string:
-            if escaped:
-                escaped = False
-            elif c == "\\":
-                escaped = True
-            elif c == '"':
-                in_string = False
-        elif c == '"':
-            in_string = True
-        elif c in "[{":
-            depth += 1
-            if depth > MAX_DEPTH:
-                raise CaptureFileError(f"{path} is nested deeper than {MAX_DEPTH}", where=str(path))
-        elif c in "]}":
-            depth -= 1
+    data = np.frombuffer(text.replace("\\\\", "").replace('\\"', "").encode(), np.uint8)
+    depth, inside = 0, False
+    for start in range(0, data.size, _CHUNK):
+        part = data[start : start + _CHUNK]
+        quotes = np.logical_xor(np.cumsum(part == _QUOTE) % 2 == 1, inside)  # within a string, its closing quote not included
+        opened = np.isin(part, _OPEN).astype(np.int64) - np.isin(part, _CLOSE)
+        levels = depth + np.cumsum(np.where(quotes, 0, opened))
+        if int(levels.max()) > MAX_DEPTH:
+            raise CaptureFileError(f"{path} is nested deeper than {MAX_DEPTH}", where=str(path), hint="no file of graphalign's is so deep")
+        depth, inside = int(levels[-1]), bool(quotes[-1])

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 import subprocess
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from pathlib import Path
-
-import graphviz
 
 from graphalign.errors import GraphalignError
 from graphalign.render.diagram import Sketch
@@ -45,46 +44,105 @@ ATTRIBUTES = {
 }
 
 
-class NoGraphvizError(GraphalignError):
-    """`dot` is missing.
+SECONDS = 30.0
+"""Longest that one diagram may take; the largest take two."""
+
+
+class DrawingError(GraphalignError):
+    """A diagram could not be drawn."""
+
+
+class NoGraphvizError(DrawingError):
+    """`dot` is missing, broken or hangs: nothing can be drawn.
 
     Args:
         written: the files with Graphviz source that were written instead.
+        why: what is wrong with it; empty if it is missing.
     """
 
-    def __init__(self, *written: Path) -> None:
+    def __init__(self, *written: Path, why: str = "") -> None:
+        self.why = why
         hint = ""
         if written:
             more = f" ({len(written) - 1} more beside it)" if len(written) > 1 else ""
             first = f"dot -Tsvg {written[0]} -o {written[0].with_suffix('.svg')}"
             hint = f"{written[0]} was written instead{more}; with Graphviz: {first}"
-        super().__init__(GET_GRAPHVIZ, hint=hint)
+        super().__init__(f"Graphviz's `dot` does not work here: {why}" if why else GET_GRAPHVIZ, hint=hint)
 
 
 def has_dot() -> bool:
-    """Whether Graphviz is installed."""
-    return shutil.which("dot") is not None
+    """Whether Graphviz is installed and draws."""
+    path = shutil.which("dot")
+    return path is not None and not _broken(path)
+
+
+def broken_dot() -> str:
+    """Why the installed Graphviz does not work; empty if it does, or if there is none."""
+    path = shutil.which("dot")
+    return f"Graphviz's `dot` does not work here: {why}" if path is not None and (why := _broken(path)) else ""
+
+
+@functools.cache
+def _broken(path: str) -> str:
+    """Why this `dot` cannot draw the smallest of graphs; empty if it can. A half-installed one (no plugins: `dot -c` was never run) cannot."""
+    try:
+        _run(path, "digraph {a -> b}")
+    except NoGraphvizError as e:
+        return e.why
+    except DrawingError as e:
+        return e.where or e.what
+    return ""
+
+
+_HUNG: set[str] = set()
+"""Programs that took longer than `SECONDS` once: not asked again by this process."""
+
+
+def _run(path: str, source: str) -> ET.Element:
+    """What `dot` makes of a graph.
+
+    Raises:
+        NoGraphvizError: it cannot be started, or hangs.
+        DrawingError: it failed on this graph.
+    """
+    slow = f"{path} took longer than {SECONDS:g} s"
+    if path in _HUNG:
+        raise NoGraphvizError(why=slow)
+    try:
+        done = subprocess.run([path, "-Tsvg"], input=source.encode(), capture_output=True, timeout=SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        _HUNG.add(path)
+        raise NoGraphvizError(why=slow) from None
+    except OSError as e:
+        raise NoGraphvizError(why=f"{path} cannot be run: {e.strerror or e}") from None
+    said = done.stderr.decode(errors="replace").strip()[:400]
+    try:
+        if done.returncode == 0:
+            return ET.fromstring(done.stdout)
+    except ET.ParseError:
+        said = said or "what it printed is no SVG"
+    how = f"killed by signal {-done.returncode}" if done.returncode < 0 else f"exit status {done.returncode}"
+    raise DrawingError("Graphviz could not draw the diagram", where=said or how, hint="write a .dot file and look at it")
 
 
 def draw_svg(sketch: Sketch) -> ET.Element:
     """The diagram as an SVG tree that holds nothing but shapes and text.
 
     Raises:
-        NoGraphvizError: `dot` is not installed.
-        GraphalignError: `dot` failed.
+        NoGraphvizError: `dot` is not installed, or draws nothing at all.
+        DrawingError: `dot` failed on this diagram.
     """
+    path = shutil.which("dot")
+    if path is None:
+        raise NoGraphvizError
     try:
-        raw = graphviz.pipe("dot", "svg", sketch.source.encode(), quiet=True)
-    except graphviz.ExecutableNotFound:
-        raise NoGraphvizError from None
-    except subprocess.CalledProcessError as e:
-        raise GraphalignError(
-            "Graphviz could not draw the diagram",
-            where=(e.stderr or b"").decode(errors="replace")[:400],
-            hint="write a .dot file and look at it",
-        ) from None
-    root = ET.fromstring(raw)
-    return _clean(root, sketch)
+        return _clean(_run(path, sketch.source), sketch)
+    except NoGraphvizError:
+        raise
+    except DrawingError:
+        if why := _broken(path):
+            raise NoGraphvizError(why=why) from None
+        raise
 
 
 def _clean(root: ET.Element, sketch: Sketch) -> ET.Element:

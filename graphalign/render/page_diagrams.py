@@ -5,9 +5,8 @@ from __future__ import annotations
 import xml.etree.ElementTree as ET
 from collections.abc import Iterable
 
-from graphalign.errors import GraphalignError
 from graphalign.render.diagram import Sketch, sketch
-from graphalign.render.dot import GET_GRAPHVIZ, NoGraphvizError, draw_svg, to_text
+from graphalign.render.dot import DrawingError, NoGraphvizError, draw_svg, to_text
 from graphalign.render.labels import caption, subtitle
 from graphalign.render.markup import Content, Html, tag, text
 from graphalign.render.sheets import Sheet, sheets
@@ -36,10 +35,10 @@ def diagrams_section(report: Report, group: str, layer: int | None) -> Html:
                 parts.append(tag("details", [tag("summary", kind + _name(panel)), *drawn]))
             else:
                 parts += drawn
-    except NoGraphvizError:
+    except NoGraphvizError as e:
         return text(
             [
-                tag("p", GET_GRAPHVIZ, class_="banner"),
+                tag("p", e.what, class_="banner"),
                 tag("p", ["Without it there are no diagrams; ", tag("a", "the text form", href="#text"), " says the same."]),
             ]
         )
@@ -105,7 +104,13 @@ def figures(report: Report, panel: Panel, evidence: dict[str, str]) -> list[Html
 
 
 def _figure(sheet: Sheet, ident: str, evidence: dict[str, str]) -> Html:
-    svg = to_text(draw(sheet, prefix=ident, evidence=evidence))
+    try:
+        svg = to_text(draw(sheet, prefix=ident, evidence=evidence))
+    except NoGraphvizError:
+        raise
+    except DrawingError as e:
+        words = f"{_name(sheet.panel)}: {subtitle(sheet)}. This diagram could not be drawn ({e.where or e.what}); "
+        return tag("p", [words, tag("a", "the text form", href="#text"), " says the same."], class_="banner", id=ident)
     label = f"{_name(sheet.panel)}: {subtitle(sheet)}"
     opening = f'<svg tabindex="0" role="img" aria-label="{text(f"Diagram of {label}. The section As text says the same in words.")}" '
     return tag(
@@ -143,7 +148,7 @@ def draw(
         return draw_svg(made(True))
     except NoGraphvizError:
         raise
-    except GraphalignError:
+    except DrawingError:
         return draw_svg(made(False))
 
 

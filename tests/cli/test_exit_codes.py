@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -110,3 +111,25 @@ def test_why_prints_the_explanation(stage, tmp_path: Path) -> None:
     write_json(tmp_path / "sites.json", stage.report)
     result = stage.run("why", tmp_path / "sites.json", "mul_3")
     assert (result.code, result.out) == (0, "mul_3 is aligned\n")
+
+
+def test_a_report_that_cannot_be_made_changes_no_exit_code(stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(report: object) -> str:
+        raise RuntimeError("no fonts")
+
+    monkeypatch.setattr(sys.modules["graphalign.render.page"], "render_page", fails)
+    assert stage.run("find", "example:qwen3", "--out", tmp_path / "a").code == 0
+    stage.report.semantic = ["the YaRN factor is missing"]
+    result = stage.run("find", "example:qwen3", "--out", tmp_path / "b")
+    assert result.code == 3
+    assert "report.html was not written: RuntimeError: no fonts" in result.err
+    assert "TABLE" in result.out
+
+
+def test_a_run_that_failed_leaves_no_empty_folders(stage, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    stage.fail["inference"] = KeyboardInterrupt()
+    assert stage.run("find", "example:qwen3", "--out", tmp_path / "mine" / "new" / "out").code == 130
+    assert list((tmp_path / "mine").iterdir()) == []
+    assert stage.run("find", "example:qwen3", "--out", tmp_path / "mine").code == 130
+    assert (tmp_path / "mine").is_dir()

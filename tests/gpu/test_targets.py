@@ -15,6 +15,7 @@ from graphalign.cli import app
 from graphalign.engines.gpu import script
 from graphalign.engines.gpu.targets import find_target, load_targets
 from graphalign.errors import BadInputError
+from graphalign.rules import data_dir
 
 
 def test_the_gpus_of_the_issue_are_there() -> None:
@@ -27,6 +28,17 @@ def test_the_gpus_of_the_issue_are_there() -> None:
 
 def test_cpu_is_a_target_without_a_description() -> None:
     assert find_target("cpu") is None
+
+
+def test_a_rules_folder_without_targets_takes_none_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "empty").mkdir()
+    monkeypatch.setenv("GRAPHALIGN_RULES", str(tmp_path / "empty"))
+    assert set(load_targets()) == set(load_targets(tmp_path / "empty")) >= {"h100", "a100"}
+    assert (data_dir("prompts") / "prompts.jsonl").is_file()
+    own = tmp_path / "own" / "targets"
+    own.mkdir(parents=True)
+    (own / "mine.yaml").write_text("")
+    assert load_targets(tmp_path / "own") == {}
 
 
 def test_an_unknown_target_is_refused_with_the_known_ones() -> None:

@@ -72,10 +72,28 @@ def test_json_of_another_kind(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize("unit", ["[", '{"a":', "[[", '[{"x":', ' [ \n{"a" : '])
 def test_deep_nesting(tmp_path: Path, unit: str) -> None:
     path = tmp_path / "deep.json"
+    close = "".join({"[": "]", "{": "}"}[c] for c in reversed(unit) if c in "[{")
     for depth in (MAX_DEPTH + 1, 1000, 200_000):
-        path.write_text(unit * depth)
-        with pytest.raises(CaptureFileError):
+        path.write_text(unit * depth + "1" + close * depth)
+        with pytest.raises(CaptureFileError, match="nested deeper than"):
             load_raw(path, kind="capture")
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1 << 22])
+def test_brackets_in_strings_are_no_nesting(tmp_path: Path, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("graphalign.ir.files._CHUNK", chunk)
+    path = tmp_path / "flat.json"
+    content = {"[" * 500: '"[{' * 100, "b": ['\\"[', "\\", "[" * 90, {"c": "]" * 300}], "d": [[i] for i in range(200)]}
+    path.write_text(json.dumps(content))
+    assert load_raw(path, kind="capture") == content
+    deep: object = "["
+    for _ in range(MAX_DEPTH - 1):
+        deep = [deep]
+    path.write_text(json.dumps([deep]))
+    assert load_raw(path, kind="capture") == [deep]
+    path.write_text(json.dumps([[deep]]))
+    with pytest.raises(CaptureFileError, match="nested deeper than"):
+        load_raw(path, kind="capture")
 
 
 def test_a_bomb_is_refused_before_it_unfolds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,7 +146,10 @@ def _call(node: Any, ref: Any, prefix: str) -> dict[str, Any]:
     schema = getattr(node.target, "_schema", None)
     target = node.target
     if schema is None and isinstance(target, torch._ops.OpOverloadPacket):
-        target = getattr(target, target.overloads()[0])
+        overloads = target.overloads()
+        if len(overloads) != 1:
+            raise script.Refused(f"the graph calls {target} without saying which of {', '.join(overloads)}")
+        target = getattr(target, overloads[0])
         schema = target._schema
     names = [a.name for a in schema.arguments] if schema else [f"in{i}" for i in range(len(node.args))]
     args = [[n, script.encode_plain(a, ref)] for n, a in zip(names, node.args, strict=False)]

@@ -8,7 +8,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from graphalign.errors import BadInputError
-from graphalign.rules import read_yaml, rules_dir
+from graphalign.rules import data_dir, read_yaml
 
 CPU = "cpu"
 """The default target: vLLM's CPU engine, which really runs."""
@@ -44,7 +44,7 @@ def load_targets(rules: Path | None = None) -> dict[str, Target]:
         BadInputError: a file cannot be read, or names a target twice.
     """
     found: dict[str, Target] = {}
-    for path in sorted((rules_dir(rules) / "targets").glob("*.yaml")):
+    for path in sorted(data_dir("targets", rules).glob("*.yaml")):
         try:
             items = read_yaml(path) or {}
             for key, item in items.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,8 +163,6 @@ def run_engine(settings: Settings, name: str, stages: Stages, **extra: Any) -> t
         except (CaptureFileError, GapInputError):
             pass  # damaged since: run again
     mark.unlink(missing_ok=True)
-    for left in out.glob("graphalign-*"):  # of a run that was killed
-        shutil.rmtree(left, ignore_errors=True)
     found = generate(
         settings.folder, capture, file, settings.prompts, seeds=settings.seeds, samples=settings.samples,
         max_tokens=settings.max_tokens, ignore_eos=settings.ignore_eos,
