@@ -84,7 +84,7 @@ def broken_dot() -> str:
 
 @functools.cache
 def _broken(path: str) -> str:
-    """Why this `dot` cannot draw the smallest of graphs; empty if it can. A half-installed one (no plugins: `dot -c` was never run) cannot."""
+    """Why this `dot` cannot draw the smallest of graphs; empty if it can. A half-installed one (`dot -c` never ran) cannot."""
     try:
         _run(path, "digraph {a -> b}")
     except NoGraphvizError as e:
