@@ -160,8 +160,8 @@ def find(
     from graphalign.cli_drift import MOVED, end_find, read_baseline
     from graphalign.cli_render import write_report
     from graphalign.cli_targets import check_map
+    from graphalign.evaluate.ranges import tokens_to_record
     from graphalign.ir.files import write_json
-    from graphalign.patch.ranges import tokens_to_record
     from graphalign.rules import rules_dir
 
     factory, rules = console.check_factory(factory), rules_dir(rules)

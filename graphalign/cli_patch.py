@@ -125,9 +125,9 @@ def check(
     from graphalign.capture.training import record_forward
     from graphalign.engines.examples import resolve_model
     from graphalign.engines.prompts import vocabulary_size
+    from graphalign.evaluate.ranges import tokens_to_record
     from graphalign.ir.files import write_bytes
     from graphalign.logprobs import DEFAULT
-    from graphalign.patch.ranges import tokens_to_record
     from graphalign.patch.spec import load, refuse_other_target
     from graphalign.rules import rules_dir
     from graphalign.verify.proof import prove

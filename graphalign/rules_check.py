@@ -17,7 +17,6 @@ from graphalign.evaluate.opaque import OpaqueOp, load_opaque_ops
 from graphalign.ir.files import read_json
 from graphalign.ir.inference import InferenceGraph
 from graphalign.ir.training import TrainingGraph
-from graphalign.patch.ranges import decode_range
 from graphalign.rules import read_yaml
 from graphalign.sites.expected import Expected, compare_counts, find_expected, load_expected
 from graphalign.sites.find import diff
@@ -188,7 +187,7 @@ def _check_groups(groups: list[Rule], vectors: list[Vector], one: list[tuple[Pat
             break
         try:
             training = read_json(train, TrainingGraph, kind="training capture")
-            al = align(prepare(decode_range(inference[path], rules, training.header.tokens)[0], training, rules), None)
+            al = align(prepare(inference[path], training, rules), None)
             namer = Namer(al, groups)
             for f in compare(al).findings:
                 if f.verdict in ("keep", "round") and (at := first_fit(groups, namer.facts(f))) is not None:

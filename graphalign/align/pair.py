@@ -14,6 +14,7 @@ from graphalign.evaluate import trace_inference, trace_training
 from graphalign.evaluate.aten import ATTENTIONS, base
 from graphalign.evaluate.identity import anchor_name
 from graphalign.evaluate.opaque import load_opaque_ops
+from graphalign.evaluate.ranges import decode_range
 from graphalign.evaluate.returns import unwrap
 from graphalign.evaluate.shards import Shards, read_shards
 from graphalign.evaluate.values import Arithmetic, Layers
@@ -49,6 +50,8 @@ class Pair:
     """What the engine's rank holds of the trainer's values."""
     orders: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Found by the alignment: attention anchors whose heads hold their elements in another order, see `heads`."""
+    ranges: tuple[str, ...] = ()
+    """In words, which of several compile ranges this is, and where the others round differently."""
     shallow: int = SHALLOW
     """Up to this many layers, every layer has values of its own in the check; in more layers they take turns."""
 
@@ -89,12 +92,16 @@ class Pair:
 def prepare(inference: InferenceGraph, training: TrainingGraph, rules: Path, *, share: bool = True, shallow: int = SHALLOW) -> Pair:
     """Trace both captures and cut the training graph into regions. `share` and `shallow` are for tests, see `Pair`.
 
+    Of an engine that compiled the model for several ranges of token counts, the decode range is taken, here and nowhere else: all that
+    compare captures start here, and graphs of two ranges traced as one model would be no model.
+
     Raises:
         BadInputError: the captures are of different models.
     """
     verify_inference(inference)
     verify_training(training)
     check_same_model(inference, training)
+    inference, ranges = decode_range(inference, rules, training.header.tokens)
     inference = rename(inference, training)
     training = _learned_buffers(inference, training)
     known = load_opaque_ops(rules)
@@ -108,7 +115,9 @@ def prepare(inference: InferenceGraph, training: TrainingGraph, rules: Path, *, 
     flow_t = tt.run()
     shards = read_shards(inference, flow_i, flow_t, _head_counts(folded.capture, flow_t))
     regions = cut(flow_t, flow_i)
-    return Pair(inference, folded.capture, ti, tt, flow_i, flow_t, regions, folded.failed, share, shards=shards, shallow=shallow)
+    return Pair(
+        inference, folded.capture, ti, tt, flow_i, flow_t, regions, folded.failed, share, shards=shards, ranges=ranges, shallow=shallow
+    )
 
 
 def _head_counts(capture: TrainingGraph, flow: Dataflow) -> dict[int, tuple[int, int, int]]:

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from graphalign.patch.census import Census
+from graphalign.evaluate.census import Census
 from graphalign.patch.snapshot import EdgeKey, Layers, Snapshot
 from graphalign.patch.spec import Key
 from graphalign.sites.report import Entry

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from graphalign.errors import BadInputError, CaptureFileError
+from graphalign.evaluate import census
 from graphalign.evaluate.aten import base
+from graphalign.evaluate.ranges import range_words, split_ranges
 from graphalign.ir.files import load_raw, read_json
 from graphalign.ir.inference import InferenceGraph
 from graphalign.ir.training import TrainingGraph
-from graphalign.patch import census
 from graphalign.patch.make import LEFT_OUT, key_of
-from graphalign.patch.ranges import range_words, split_ranges
 from graphalign.patch.spec import Key, PatchSpec, Skipped, load, parse_layers
 from graphalign.sites.report import Entry, Evidence, Report, Site
 

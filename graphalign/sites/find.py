@@ -20,7 +20,6 @@ from graphalign.ir.collector import paused
 from graphalign.ir.dataflow import Op
 from graphalign.ir.inference import InferenceGraph
 from graphalign.ir.training import TrainingGraph
-from graphalign.patch.ranges import decode_range
 from graphalign.rules import rules_dir
 from graphalign.sites.diagram_data import draw
 from graphalign.sites.divergence import Divergence, Parting, explained, find_misplaced, find_partings, label
@@ -49,9 +48,7 @@ def diff(inference: InferenceGraph, training: TrainingGraph, *, rules: Path | No
     """
     folder = rules_dir(rules)
     started = time.perf_counter()
-    inference, ranges = decode_range(inference, folder, training.header.tokens)
-    report = diff_pair(prepare(inference, training, folder), folder, progress, started)
-    return report.model_copy(update={"notes": (*ranges, *report.notes)}) if ranges else report
+    return diff_pair(prepare(inference, training, folder), folder, progress, started)
 
 
 def diff_pair(pair: Pair, rules: Path, progress: Progress | None = None, started: float | None = None) -> Report:
@@ -87,7 +84,7 @@ def diff_pair(pair: Pair, rules: Path, progress: Progress | None = None, started
         {"align": aligned - started, "compare": compared - aligned, "check": checked - compared}, len(assumed)
     )
     say("report", 1.0)
-    return report
+    return report.model_copy(update={"notes": (*pair.ranges, *report.notes)}) if pair.ranges else report
 
 
 def _withdrawn(f: Finding) -> Finding:

@@ -28,6 +28,7 @@ from graphalign.errors import CaptureFailedError, KernelMismatchError
 from graphalign.evaluate import run_inference
 from graphalign.evaluate.interpret import Interpreter
 from graphalign.evaluate.opaque import OpaqueOp, load_opaque_ops
+from graphalign.evaluate.ranges import exact_size, split_ranges
 from graphalign.evaluate.storage import Lazy, Storage
 from graphalign.evaluate.trace_inference import Tracer
 from graphalign.evaluate.values import Arithmetic, Val, draw, round_to, seed_of
@@ -35,7 +36,6 @@ from graphalign.ir.args import references
 from graphalign.ir.dataflow import LOW_PRECISION
 from graphalign.ir.indexing import evaluate as index_value
 from graphalign.ir.inference import VALUE, Body, Graph, InferenceGraph, Input, Node
-from graphalign.patch.ranges import exact_size, split_ranges
 
 SCRIPT = Path(__file__).parents[1] / "engines" / "gpu" / "interpret.py"
 TOKENS = 5

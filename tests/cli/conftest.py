@@ -79,7 +79,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
         diff=lambda inference, training, **kw: s.call("diff", s.report, inference=inference, training=training, **kw),
     )
     put("graphalign.render.page", render_page=lambda report: "PAGE")
-    put("graphalign.patch.ranges", tokens_to_record=lambda capture: None)
+    monkeypatch.setattr("graphalign.evaluate.ranges.tokens_to_record", lambda capture: None)
     put("graphalign.sites.expected", verdict=lambda report, rules: "EXPECTED")
     put("graphalign.sites.table", render_table=lambda report, console: console.print("TABLE"))
     put("graphalign.sites.why", explain=lambda report, node: s.call("why", f"{node} is aligned", node=node))

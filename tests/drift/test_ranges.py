@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from graphalign.align.pair import prepare
+from graphalign.evaluate.ranges import decode_range, exact_size, split_ranges, tokens_to_record
 from graphalign.ir.inference import Graph, InferenceGraph, Input
 from graphalign.patch.drift import drift
-from graphalign.patch.ranges import decode_range, exact_size, split_ranges, tokens_to_record
 from graphalign.patch.snapshot import of_inference
 from graphalign.rules import rules_dir
-from graphalign.sites.find import diff
+from graphalign.sites.find import diff, diff_pair
 from tests.breadth.captured import captures
 from tests.drift.data import capture, renamed, report, structure
 
@@ -108,3 +109,12 @@ def test_drift_of_captures_compares_range_by_range() -> None:
     only = split_ranges(capture("cohere.ranges"))[0][1]
     gone = [i for i in drift(both, of_inference(only, "one", rules_dir())).items if i.moved]
     assert [(i.topic, i.change, i.what) for i in gone] == [("setting", "vanished", "graphs for 1 to 16384 tokens")]
+
+
+def test_whatever_compares_captures_chooses_the_range() -> None:
+    """`check` and `verify` once traced all ranges as one model."""
+    inference, training = capture("cohere.ranges"), captures("cohere")[1]
+    pair = prepare(inference, training, rules_dir())
+    assert {g.range for g in pair.capture_i.graphs} == {(8, 8)}
+    assert pair.ranges[0] == "2 compile ranges; the one of 8 tokens decides about sites"
+    assert diff_pair(pair, rules_dir()).notes == diff(inference, training).notes

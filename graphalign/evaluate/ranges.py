@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+from graphalign.evaluate.census import Census, of_inference
 from graphalign.ir.inference import Graph, InferenceGraph
-from graphalign.patch.census import Census, of_inference
 
 Range = tuple[int, int]
 """First and last token count; equal for one exact size, and for a capture that says no more than the count it was compiled with."""

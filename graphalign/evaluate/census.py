@@ -15,8 +15,8 @@ from graphalign.evaluate.opaque import load_opaque_ops
 from graphalign.evaluate.returns import unwrap
 from graphalign.ir.dataflow import Dataflow, Op
 from graphalign.ir.inference import InferenceGraph, Kernel
+from graphalign.ir.paths import layer_of, pattern_of
 from graphalign.ir.training import TrainingGraph
-from graphalign.sites.ends import layer_of, pattern_of
 
 Layer = int | None
 _KERNEL_NAME = re.compile(r"^(op|buf|arg|cpp_fused|triton_|extern_kernels|kernel)\w*\d*")
