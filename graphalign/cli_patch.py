@@ -183,6 +183,7 @@ def check(
             "sites": {"stock": proof.stock.sites, "patched": proof.patched.sites},
             "edges": proof.edges,
             "problems": proof.problems,
+            "assumed": sum(e.count for e in proof.patched.assumed),
             "replay": {k: vars(v) for k, v in proof.summaries.items()},
         }
         write_bytes(output, json.dumps(figures, indent=1).encode())

@@ -97,14 +97,18 @@ def _summary(report: Report) -> Html:
     cards = [
         (report.sites, f"edges in {sites} sites, {len(report.groups)} groups"),
         (f"{s.get('training_paired', '?')}/{s.get('training_ops', '?')}", "training ops found in the engine"),
-        (s.get("anchors", "?"), "GEMMs and attentions matched"),
+        (s.get("anchors", "?"), "GEMMs and attentions matched" + (f", {report.assumptions}" if report.assumptions else "")),
     ]
     if check.get("operands"):
         assumed = check.get("assumed_tables") or 0
         tables = f", and {_plural(assumed, 'read')} of an unpatchable table taken as unrounded" if assumed else ""
         cards += [
             (f"{check['equal_stock']:.1%}", "of anchor operands' elements equal, as the trainer stands"),
-            (f"{check['equal_with_sites']:.3%}", f"with these sites applied{tables} (lowest operand {check['lowest_with_sites']:.2%})"),
+            (
+                f"{check['equal_with_sites']:.3%}",
+                f"with these sites applied{tables} (lowest operand {check['lowest_with_sites']:.2%})"
+                + (f"; {report.assumptions} equal inside" if report.assumptions else ""),
+            ),
         ]
     parts.append(tag("div", [tag("div", [tag("b", str(n)), tag("span", t)], class_="card") for n, t in cards], class_="cards"))
     rows = [
@@ -144,7 +148,7 @@ def _banner(kind: str, words: str, link: str, label: str) -> Html:
 def _others(report: Report, group: str, layer: int | None) -> Html:
     parts: list[Content] = []
     drawn = choose((p for p in report.drawing.panels if p.entry), "", layer) if report.drawing else []
-    for bucket in (*BUCKETS, "interior", "tail"):
+    for bucket in (*BUCKETS, "assumed", "interior", "tail"):
         entries: tuple[Entry, ...] = getattr(report, bucket)
         name, _, meaning = TITLES[bucket].partition(": ")
         if not entries:
@@ -154,7 +158,7 @@ def _others(report: Report, group: str, layer: int | None) -> Html:
         head = [("side", ""), ("what", ""), ("layers", ""), ("count", "n"), ("reason, and where", "")]
         body: list[Content] = [table(head, rows, class_="cardtable"), *_entry_figures(report, panels)]
         count = sum(e.count for e in entries)
-        opened = bucket in BUCKETS and group in ("", bucket)
+        opened = bucket in (*BUCKETS, "assumed") and group in ("", bucket)
         parts.append(tag("details", [tag("summary", [tag("strong", f"{name} ({count})"), f": {meaning}"]), *map(text, body)], open=opened))
     empty = [TITLES[b].partition(":")[0] for b in BUCKETS if not getattr(report, b)]
     if empty:

@@ -21,6 +21,7 @@ from graphalign.ir.dataflow import Op
 from graphalign.ir.inference import InferenceGraph
 from graphalign.ir.training import TrainingGraph
 from graphalign.rules import rules_dir
+from graphalign.sites.assumed import assumed_anchors
 from graphalign.sites.diagram_data import draw
 from graphalign.sites.divergence import Divergence, Parting, explained, find_misplaced, find_partings, label
 from graphalign.sites.ends import Ends, layer_of, pattern_of
@@ -123,6 +124,7 @@ class _Builder:
         self.inference, self.training = pair.capture_i, pair.capture_t
         self.t, self.i = al.training, al.inference
         self.ends = Ends(self.training, al.training)
+        self.assumed = assumed_anchors(al)
 
     def build(self, seconds: dict[str, float], assumed: int = 0) -> Report:
         """The report."""
@@ -151,6 +153,7 @@ class _Builder:
             conflicting=self._findings("conflicting"),
             unpatchable=self._findings("unpatchable") + self._entries([("training", i, why) for i, why in self._sums()]),
             semantic=semantic,
+            assumed=self._entries([("training", i, why) for i, why in self.assumed.items()]),
             tail=self._entries(
                 [
                     ("training", i, "behind the engine's compiled graph")
@@ -159,7 +162,7 @@ class _Builder:
                 ]
             ),
             stats=self._stats(groups, seconds, assumed),
-            nodes=statuses(self.al, self.comparison, self._where),
+            nodes=statuses(self.al, self.comparison, self._where, self.assumed),
             notes=tuple(header.notes) + tuple(self.training.header.notes) + self.i.notes + self._table_notes(),
             drawing=draw(self.al, self.ends, self.comparison.findings, self.site_of, self.divergence.semantic),
         )

@@ -20,8 +20,15 @@ EDGES = 6
 """Operand edges listed per op."""
 
 
-def statuses(al: Alignment, comparison: Comparison, where: Where) -> tuple[NodeStatus, ...]:
-    """One status per op, training side first, in execution order."""
+def statuses(al: Alignment, comparison: Comparison, where: Where, assumed: dict[int, str]) -> tuple[NodeStatus, ...]:
+    """One status per op, training side first, in execution order.
+
+    Args:
+        al: the alignment.
+        comparison: judged edges.
+        where: says where an op is.
+        assumed: composite anchors of the trainer that are taken for equal, with the reason.
+    """
     by_consumer: dict[int, list[Finding]] = defaultdict(list)
     for f in comparison.findings:
         by_consumer[f.consumer].append(f)
@@ -40,6 +47,7 @@ def statuses(al: Alignment, comparison: Comparison, where: Where) -> tuple[NodeS
                 partners=tuple(al.inference.ops[i].name for i in al.partners.get(op.id, ())[:PARTNERS]),
                 reason=_reason(al, comparison, "training", op),
                 edges=tuple(text(al.training, f) for f in by_consumer.get(op.id, ())[:EDGES]),
+                assumed=assumed.get(op.id, ""),
             )
         )
     for op in al.inference.ops:
@@ -54,6 +62,7 @@ def statuses(al: Alignment, comparison: Comparison, where: Where) -> tuple[NodeS
                 status=_status(al, comparison, "inference", op),
                 partners=tuple(al.training.ops[i].name for i in al.reverse.get(op.id, ())[:PARTNERS]),
                 reason=_reason(al, comparison, "inference", op),
+                assumed=next((assumed[t] for t in al.reverse.get(op.id, ()) if t in assumed), ""),
             )
         )
     return tuple(out)

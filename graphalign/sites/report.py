@@ -108,6 +108,8 @@ class NodeStatus(Frozen):
     reason: str = ""
     edges: tuple[str, ...] = ()
     """Its operands' edges, as text."""
+    assumed: str = ""
+    """Why it is taken to be its partner's equal without having been compared; empty if it was, or is no composite anchor."""
 
 
 class Report(Frozen):
@@ -128,6 +130,8 @@ class Report(Frozen):
     conflicting: tuple[Entry, ...]
     unpatchable: tuple[Entry, ...]
     semantic: tuple[Entry, ...]
+    assumed: tuple[Entry, ...] = ()
+    """Composite anchors (experts, mixers, latent attention) that are joined by their owner and whose inside was not compared."""
     tail: tuple[Entry, ...] = ()
     """Ops behind the engine's compiled graph (lm_head and on): not compared."""
     stats: dict[str, Any]
@@ -141,3 +145,9 @@ class Report(Frozen):
     def sites(self) -> int:
         """Number of training edges that are sites."""
         return sum(s.count for g in self.groups for s in g.sites)
+
+    @property
+    def assumptions(self) -> str:
+        """How many composite anchors are assumed equal, in words; empty if none is."""
+        n = sum(e.count for e in self.assumed)
+        return f"{n} composite anchor{'' if n == 1 else 's'} assumed" if n else ""

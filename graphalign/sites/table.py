@@ -57,6 +57,7 @@ def render_table(report: Report, console: Console) -> None:
         ("conflicting", report.conflicting, "yellow"),
         ("undetermined", report.undetermined, "yellow"),
         ("leftover", report.leftovers, "yellow"),
+        ("assumed", report.assumed, "yellow"),
     ):
         _entries(title, entries, style, console)
     for note in report.notes[:8]:
@@ -108,6 +109,7 @@ def _summary(report: Report, console: Console) -> None:
             Text(
                 f"check: of {c['operands']} anchor operands, {c['equal_stock']:.1%} of elements equal the engine's as the trainer stands, "
                 f"{c['equal_with_sites']:.3%} with these sites{_assumed(c)} applied (lowest {c['lowest_with_sites']:.3%})"
+                + (f"; {report.assumptions}" if report.assumptions else "")
             )
         )
 

@@ -33,7 +33,9 @@ def explain(report: Report, node: str) -> str:
 
 def _node(n: NodeStatus) -> str:
     lines = [f"{n.side} {n.name} = {n.target}", f"  at {n.where}", f"  {n.status}" + (f": {n.reason}" if n.reason else "")]
-    if n.partners:
+    if n.partners and n.assumed:
+        lines.append(f"  on the other side: {', '.join(n.partners)}; {n.assumed}")
+    elif n.partners:
         lines.append(f"  same value on the other side: {', '.join(n.partners)}")
     lines += [f"  {e}" for e in n.edges]
     return "\n".join(lines)

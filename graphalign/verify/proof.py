@@ -63,6 +63,11 @@ class Proof:
         return {kind: n for kind, n in found.items() if n}
 
     @property
+    def assumptions(self) -> str:
+        """Composite anchors that the proof takes for equal without having compared their inside, in words; empty if there are none."""
+        return self.patched.assumptions
+
+    @property
     def problems(self) -> list[str]:
         """Everything that is wrong, in words; empty if the patch is proven."""
         out = [f"{name}: {n} sites remain after the patch" for name, n in self.remaining.items()]

@@ -21,10 +21,13 @@ def render_proof(proof: Proof, console: Console) -> None:
         console.print(Text(f"replay left out: {proof.skipped}", style="yellow"))
     else:
         _replay(proof, console)
+    if proof.assumptions:
+        console.print(Text(f"{proof.assumptions} equal: joined by owner, their inside was not compared", style="yellow"))
     for problem in proof.problems:
         console.print(Text(f"NOT PROVEN: {problem}", style="bold red"))
     if not proof.problems:
         extent = "" if proof.summaries else " (consistency only: nothing was replayed)"
+        extent += f", with {proof.assumptions} equal inside" if proof.assumptions else ""
         rest = ", ".join(f"{n} {kind}" for kind, n in proof.unpatched.items())
         if rest:
             said = (
@@ -32,7 +35,7 @@ def render_proof(proof: Proof, console: Console) -> None:
             )
         else:
             said = f"proven: the patched model rounds where the engine rounds{extent}"
-        console.print(Text(said, style="bold green" if not rest else "bold yellow"))
+        console.print(Text(said, style="bold green" if not rest and not proof.assumptions else "bold yellow"))
 
 
 def _replay(proof: Proof, console: Console) -> None:
