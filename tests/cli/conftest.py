@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from typer.testing import CliRunner
 
 import graphalign.cli_find  # noqa: F401  (registers its commands)
+import graphalign.render.dot  # noqa: F401  (before its imports are replaced)
 from graphalign import console
 from graphalign.cli import app
 from graphalign.ir.inference import Header, InferenceGraph
