@@ -251,9 +251,10 @@ class _Comparer:
         starts = set(self.al.partners.get(ref.producer, ()))
         if ref.producer in self.component:
             if inner:
-                return finding(
-                    "undetermined", None, f"the inference side takes other steps here and rounds one of them to {', '.join(sorted(inner))}"
-                )
+                steps = f"the inference side takes other steps here and rounds one of them to {', '.join(sorted(inner))}"
+                if not ref.roundings:  # the trainer rounds nothing, and has no such value that it could round
+                    return finding("unpatchable", None, f"{steps}, a value that the trainer does not compute")
+                return finding("undetermined", None, steps)
             if not ref.roundings:
                 return finding("agree", (), "inside a step of the training side only; neither side rounds here")
             return finding("keep", (), "no rounding between the aligned values around it", [p for _, p in edges][:4])

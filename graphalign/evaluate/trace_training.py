@@ -82,7 +82,12 @@ class Tracer:
         return op
 
     def edges(self, value: int) -> Operand:
-        """Edges that a reader of a value gets; a constant becomes a table producer when the first reader comes."""
+        """Edges that a reader of a value gets; a constant becomes a table producer when the first reader comes.
+
+        A value without elements (the half that full rotary leaves unrotated) hands on nothing, whatever it is a slice of.
+        """
+        if self.numel.get(value) == 0:
+            return ()
         if value in self.refs:
             return self.refs[value]
         if value not in self.constant or self._undefined(value):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ class Expected(BaseModel):
     """Sites per group in every layer."""
     kinds: tuple[Counts, ...] = ()
     """Where layers come in turns, what differs in each kind of layer; layer n is of kind n modulo their number."""
+    unrotated: Counts = Field(default_factory=dict)
+    """In layers that apply no rotary embedding, what differs. Which they are is seen in the capture, not taken from a pattern."""
     first: Counts = Field(default_factory=dict)
     """Where layer 0 differs, its counts."""
     last: Counts = Field(default_factory=dict)
@@ -44,12 +47,18 @@ class Expected(BaseModel):
     outside: Counts = Field(default_factory=dict)
     """Outside the layers: the final norm, embeddings."""
 
-    def of(self, layer: int | None, layers: int) -> Counts:
-        """Expected counts of one layer, or of what is outside the layers."""
+    def of(self, layer: int | None, layers: int, unrotated: Collection[int] = ()) -> Counts:
+        """Expected counts of one layer, or of what is outside the layers; `unrotated` are the layers without rotary embedding."""
         if layer is None:
             return self.outside
         kind = self.kinds[layer % len(self.kinds)] if self.kinds else {}
-        counts = {**self.layer, **kind, **(self.first if layer == 0 else {}), **(self.last if layer == layers - 1 else {})}
+        counts = {
+            **self.layer,
+            **kind,
+            **(self.unrotated if layer in unrotated else {}),
+            **(self.first if layer == 0 else {}),
+            **(self.last if layer == layers - 1 else {}),
+        }
         return {k: n for k, n in counts.items() if n}
 
 
@@ -105,7 +114,7 @@ def compare_counts(expected: Expected, report: Report) -> list[str]:
     found, layers = count_sites(report), int(report.model.get("layers") or 0)
     same: dict[str, list[int | None]] = {}
     for layer in [*range(layers), None]:
-        want, have = expected.of(layer, layers), found.get(layer, {})
+        want, have = expected.of(layer, layers, report.unrotated), found.get(layer, {})
         for group in sorted({*want, *have}):
             if want.get(group, 0) != have.get(group, 0):
                 word = "fewer" if have.get(group, 0) < want.get(group, 0) else "more"

@@ -10,14 +10,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import networkx as nx
+
 from graphalign.align.accumulate import differing_sums
 from graphalign.align.align import Alignment, Pair, Progress, align, prepare
 from graphalign.align.anchors import compare_anchors
-from graphalign.align.check import EXACT, Check, Confirmation, Edit, check
+from graphalign.align.check import EXACT, QUERY_KEY, Check, Confirmation, Edit, check
 from graphalign.align.edges import Comparison, Finding, compare
 from graphalign.evaluate.aten import FACTORIES, base
 from graphalign.ir.collector import paused
-from graphalign.ir.dataflow import Op
+from graphalign.ir.dataflow import Dataflow, Op
 from graphalign.ir.inference import InferenceGraph
 from graphalign.ir.training import TrainingGraph
 from graphalign.rules import rules_dir
@@ -109,6 +111,22 @@ def _edit(f: Finding) -> Edit:
     return Edit(f.consumer, f.slot, f.verdict, f.inference[-1] if f.inference else "")
 
 
+def unrotated(flow: Dataflow) -> tuple[int, ...]:
+    """Layers that have attention, to whose queries and keys no table leads inside the layer, in order."""
+    found = []
+    for attention in flow.ops:
+        if attention.target == "attention" and (layer := layer_of(attention.module)) is not None:
+            inside = nx.DiGraph()
+            inside.add_node(attention.id)
+            for op in flow.ops[: attention.id + 1]:
+                if layer_of(op.module) == layer:
+                    read = op.operands[:QUERY_KEY] if op is attention else op.operands
+                    inside.add_edges_from((r.producer, op.id) for operand in read for r in operand)
+            if all(flow.ops[i].kind != "table" for i in nx.ancestors(inside, attention.id)):
+                found.append(layer)
+    return tuple(sorted(set(found)))
+
+
 class _Builder:
     def __init__(
         self,
@@ -164,6 +182,7 @@ class _Builder:
             stats=self._stats(groups, seconds, assumed),
             nodes=statuses(self.al, self.comparison, self._where, self.assumed),
             notes=tuple(header.notes) + tuple(self.training.header.notes) + self.i.notes + self._table_notes(),
+            unrotated=unrotated(self.t),
             drawing=draw(self.al, self.ends, self.comparison.findings, self.site_of, self.divergence.semantic),
         )
 

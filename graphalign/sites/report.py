@@ -138,6 +138,8 @@ class Report(Frozen):
     """Counts, chance-match rate, agreement of anchor operands without and with the sites' edits, seconds per stage."""
     nodes: tuple[NodeStatus, ...] = ()
     notes: tuple[str, ...] = ()
+    unrotated: tuple[int, ...] = ()
+    """Layers of the trainer that have attention and read no table: no rotary embedding is applied there."""
     drawing: Drawing | None = None
     """What `render` draws."""
 

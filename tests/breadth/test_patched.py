@@ -19,7 +19,7 @@ from tests.breadth.captured import CAPTURES, captures, counts, report
 
 PATCHED = {
     "mixtral": 0,
-    "qwen2_moe": 4,
+    "qwen2_moe": 8,
     "qwen3_moe": 5,
     "glm4_moe": 3,
     "qwen3_next": 4,

@@ -12,7 +12,7 @@ import pytest
 from pydantic import BaseModel
 from typer.testing import CliRunner
 
-import graphalign.cli_find  # noqa: F401  (registers its commands)
+import graphalign.cli_find
 import graphalign.render.dot  # noqa: F401  (before its imports are replaced)
 from graphalign import console
 from graphalign.cli import app

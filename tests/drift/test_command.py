@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-import graphalign.cli_drift  # noqa: F401  (registers the commands)
+import graphalign.cli_drift
+import graphalign.cli_find  # noqa: F401  (registers the command)
 from graphalign.cli import app
 from graphalign.cli_drift import end_find
 from graphalign.ir.files import write_json
