@@ -141,7 +141,7 @@ def root(
     Start with [bold]graphalign find example:qwen3 --out out/qwen3[/], which needs no model and no GPU.
 
     Exit codes: 0 done, 1 a bug in graphalign, 2 bad input, 3 the two sides compute different functions, 4 capture failed,
-    5 something moved since the baseline, 6 a patch is not proven, 130 interrupted, 143 terminated.
+    5 something moved since the baseline, 6 a patch is not proven, 7 a patch is proven but partial, 130 interrupted, 143 terminated.
     """
 
 

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from graphalign.patch.spec import PatchSpec
 
 NOT_PROVEN = 6
-"""Exit code of `check` if the patch is not proven."""
+"""Exit code of `check` if an edit of the patch is wrong, or was not shown to be right."""
+PARTIAL = 7
+"""Exit code of `check` if all edits of the patch are proven, and the patched model still differs from the engine, or may."""
 PROMPT = tuple((17 * i + 5) % 997 for i in range(57))
 """Token ids of the replay's prompt (taken modulo the vocabulary)."""
 
@@ -115,7 +117,8 @@ def check(
 ) -> None:
     """Prove a patch: capture the patched model again, and replay its regions on the engine's real values.
 
-    Exit code 0 if it is proven, 6 if it is not.
+    Exit code 0 if the whole model is proven; 7 if the patch's edits are, but other differences stay (a partial patch, what no
+    patch can remove, what could not be compared); 6 if anything speaks against an edit, or nothing shows that it is right.
 
     Example:
 
@@ -182,13 +185,17 @@ def check(
         figures = {
             "sites": {"stock": proof.stock.sites, "patched": proof.patched.sites},
             "edges": proof.edges,
+            "verdict": proof.verdict,
             "problems": proof.problems,
             "assumed": sum(e.count for e in proof.patched.assumed),
+            "unpatched": proof.unpatched,
+            "left_out": proof.left_out,
+            "not_replayed": proof.missing,
             "replay": {k: vars(v) for k, v in proof.summaries.items()},
         }
         write_bytes(output, json.dumps(figures, indent=1).encode())
-    if proof.problems:
-        raise typer.Exit(NOT_PROVEN)
+    if proof.verdict != "proven":
+        raise typer.Exit(NOT_PROVEN if proof.verdict == "not proven" else PARTIAL)
 
 
 @app.command()

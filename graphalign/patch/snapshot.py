@@ -120,7 +120,7 @@ def of_spec(spec: PatchSpec, path: str = "patch.yaml") -> Snapshot:
     out = Snapshot("spec", path, spec.versions, spec.target, spec.regime, spec.model, spec.compile, spec.simulated, sources=spec.sources)
     for group in spec.groups:
         for edit in group.edits:
-            key = _identity(edit.producer, edit.consumer, edit.operand)
+            key = identity(edit.producer, edit.consumer, edit.operand)
             out.keys[key] = (edit.producer, edit.consumer)
             for layers in edit.pairs():
                 out.edges[key, layers] = Change(edit.kind, edit.format, group.name)
@@ -167,16 +167,20 @@ def of_report(report: Report, path: str = "sites.json") -> Snapshot:
 
 
 def _add_site(out: Snapshot, site: Site, group: str, targets: dict[str, str]) -> None:
-    producer, consumer = key_of(site.producer), key_of(site.consumer)
-    key = _identity(producer, consumer, site.consumer.operand or 0)
-    out.keys[key] = (producer, consumer)
     fmt = (site.training or ("?",))[-1] if site.kind == "keep" else (site.inference or ("?",))[-1]
+    for key, layers in edges_of(site):
+        out.keys[key] = (key_of(site.producer), key_of(site.consumer))
+        out.edges[key, layers] = Change(site.kind, fmt, group)
+    out.evidence[key] = out.evidence.get(key, frozenset()) | {_shape(e, targets) for e in site.evidence}
+
+
+def edges_of(site: Site) -> list[tuple[EdgeKey, Layers]]:
+    """A site's edges, at least one."""
+    key = identity(key_of(site.producer), key_of(site.consumer), site.consumer.operand or 0)
     consumers: list[int | None] = list(site.layers) or [None]
     producers: list[int | None] = list(site.producer_layers) or [None] * len(consumers)
     producers = producers if len(producers) == len(consumers) else [None] * len(consumers)
-    for layers in zip(consumers, producers, strict=True):
-        out.edges[key, layers] = Change(site.kind, fmt, group)
-    out.evidence[key] = out.evidence.get(key, frozenset()) | {_shape(e, targets) for e in site.evidence}
+    return [(key, layers) for layers in zip(consumers, producers, strict=True)]
 
 
 def of_inference(graph: InferenceGraph, path: str, rules: Path) -> Snapshot:
@@ -195,7 +199,8 @@ def of_training(graph: TrainingGraph, path: str) -> Snapshot:
     return Snapshot("training", path, h.versions, {}, h.regime, model, structure=census.of_training(graph), sources=files)
 
 
-def _identity(producer: Key, consumer: Key, operand: int) -> EdgeKey:
+def identity(producer: Key, consumer: Key, operand: int) -> EdgeKey:
+    """What an edge is known by, in specs and in reports."""
     ends = [(k.module, k.function, base(k.op), str(k.ordinal)) for k in (producer, consumer)]
     return (*ends[0], *ends[1], str(operand))
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import re
-from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -18,88 +14,18 @@ from graphalign.errors import PatchError, PatchNotLiveError
 from graphalign.ir.inference import InferenceGraph
 from graphalign.ir.training import TrainingGraph
 from graphalign.patch.make import make_spec
+from graphalign.patch.snapshot import of_spec
 from graphalign.patch.spec import PatchSpec
 from graphalign.rewrite.apply import apply
 from graphalign.sites.ends import Ends
 from graphalign.sites.find import diff
 from graphalign.sites.report import Report
-from graphalign.verify.replay import Summary, replay, summarise
+from graphalign.verify.replay import replay
 from graphalign.verify.values import EngineValues
 from graphalign.verify.variants import everything_fp32, negated
+from graphalign.verify.verdict import FP32, NEGATED, OTHERS, PATCHED, STOCK, WHOLE, Proof, without
 
 Progress = Callable[[str, float | None], None]
-ENOUGH = 0.9995
-"""Share of bitwise equal elements that a patched region must reach."""
-
-
-@dataclass
-class Proof:
-    """What was shown."""
-
-    stock: Report
-    patched: Report
-    groups: tuple[str, ...]
-    """Groups that the patch has."""
-    edges: dict[str, int]
-    """Variant to the number of edges it changes."""
-    summaries: dict[str, Summary] = field(default_factory=dict)
-    """Variant (stock, patched, negated, everything_fp32) to its replay scores by group; empty if nothing was recorded."""
-    skipped: str = ""
-    """Why nothing was replayed."""
-    left_out: dict[str, int] = field(default_factory=dict)
-    """Group to the number of the stock model's sites that the patch leaves as they are."""
-
-    @property
-    def remaining(self) -> dict[str, int]:
-        """Group to the number of sites that the patched model has beyond those that the patch left out: must be empty."""
-        count = {g.name: sum(s.count for s in g.sites) - self.left_out.get(g.name, 0) for g in self.patched.groups}
-        return {name: n for name, n in count.items() if n > 0}
-
-    @property
-    def unpatched(self) -> dict[str, int]:
-        """Kind to the number of differences that remain because no patch removes them."""
-        found = {kind: sum(e.count for e in getattr(self.patched, kind)) for kind in ("unpatchable", "conflicting", "undetermined")}
-        found["left out"] = sum(self.left_out.values())
-        return {kind: n for kind, n in found.items() if n}
-
-    @property
-    def assumptions(self) -> str:
-        """Composite anchors that the proof takes for equal without having compared their inside, in words; empty if there are none."""
-        return self.patched.assumptions
-
-    @property
-    def problems(self) -> list[str]:
-        """Everything that is wrong, in words; empty if the patch is proven."""
-        out = [f"{name}: {n} sites remain after the patch" for name, n in self.remaining.items()]
-        for kind in _KINDS:
-            before, after = _entries(self.stock, kind), _entries(self.patched, kind)
-            out += [f"the patched model has {n} {kind} entries that the stock model does not have: {what}"
-                    for (what, _), n in (after - before).items()]  # fmt: skip
-            if kind == "unpatchable":  # what a patch cannot remove is still there, or it is not seen any more
-                out += [f"{n} {kind} entries of the stock model are not found in the patched one: {what}"
-                        for (what, _), n in (before - after).items()]  # fmt: skip
-        if lost := sum(e.count for e in self.patched.leftovers):
-            out.append(f"{lost} ops or edges have no partner on the other side: nothing is shown about what they compute")
-        patched = self.summaries.get("patched")
-        if patched is not None:
-            for name in self.groups:
-                low = patched.lowest.get(name)
-                complete = set(self.groups) >= {g.name for g in self.stock.groups}
-                if complete and low is not None and low < ENOUGH:
-                    out.append(f"{name}: only {low:.4%} of a region's elements are bitwise the engine's")
-        return out
-
-
-_VALUE = re.compile(r"%\d+")
-_KINDS = ("leftovers", "undetermined", "conflicting", "unpatchable", "semantic")
-
-
-def _entries(report: Report, kind: str) -> Counter[tuple[str, str]]:
-    """Entries of a kind, by what they are about and why, without value numbers; an op in place is the same as its function."""
-    out: Counter[tuple[str, str]] = Counter()
-    for e in getattr(report, kind):
-        out[e.what.replace("_.", "."), _VALUE.sub("%", e.reason)] += e.count
-    return out
 
 
 def prove(
@@ -137,51 +63,35 @@ def prove(
     with apply(model, spec):
         again = record(model)
     patched = diff(inference, again, rules=rules)
-    left_out = {g.name: sum(s.count for s in g.sites) for g in stock.groups}
-    for g in spec.groups:
-        left_out[g.name] = left_out.get(g.name, 0) - sum(len(e.pairs()) for e in g.edits)
-    groups = tuple(g.name for g in spec.groups)
-    out = Proof(stock, patched, groups, {"stock": 0, "patched": spec.edges}, skipped=skipped, left_out=left_out)
+    out = Proof(stock, patched, spec, {STOCK: 0, PATCHED: spec.edges}, skipped=skipped)
     if values is None:
         return out
     al = align(pair)
     comparison = compare(al)
-    reaches = operands_by_group(stock)
-    variants = _variants(spec, al, comparison, pair, make_spec(stock))
+    variants = _variants(spec, al, comparison, pair, stock)
     autocast = spec.regime.get("autocast")
     for name, variant in variants.items():
         say(f"replay: {name}", None)
         try:
             with apply(model, variant, allow_stale=True, trial=False) if variant else nullcontext():
-                out.summaries[name] = summarise(replay(model, pair, values, autocast=autocast, capture=training), reaches)
+                out.scores[name] = replay(model, pair, values, autocast=autocast, capture=training)
         except (PatchError, PatchNotLiveError) as e:  # a variant to compare with may edit what no patch edits
-            if name == "patched":
+            if name == PATCHED:
                 raise
-            say(f"replay: {name}: left out, {e.what}", None)
+            out.missing[name] = e.what
             continue
         out.edges[name] = variant.edges if variant else 0
     return out
 
 
-def _variants(spec: PatchSpec, al: Alignment, comparison: Comparison, pair: Pair, whole: PatchSpec) -> dict[str, PatchSpec | None]:
+def _variants(spec: PatchSpec, al: Alignment, comparison: Comparison, pair: Pair, stock: Report) -> dict[str, PatchSpec | None]:
+    """What to replay. Beside a partial patch also the whole one, with and without its edits: alone it need not bring regions nearer."""
     ends = Ends(pair.capture_t, pair.flow_t)
-    out: dict[str, PatchSpec | None] = {"stock": None, "patched": spec}
-    if {g.name for g in whole.groups} != {g.name for g in spec.groups}:
-        out["all groups"] = whole
-    out["negated"] = negated(spec, al, comparison, ends)
-    out["all in FP32"] = everything_fp32(spec, al, comparison, ends)
+    out: dict[str, PatchSpec | None] = {STOCK: None, PATCHED: spec}
+    if not stock.semantic:  # else there is no map
+        whole, mine = make_spec(stock), of_spec(spec).edges.keys()
+        if of_spec(whole).edges.keys() - mine:
+            out |= {WHOLE: whole, OTHERS: without(whole, mine)}
+    out[NEGATED] = negated(spec, al, comparison, ends)
+    out[FP32] = everything_fp32(spec, al, comparison, ends)
     return out
-
-
-def operands_by_group(report: Report) -> dict[str, set[str]]:
-    """Group to the anchor operands, layer by layer, that its sites change."""
-    out: dict[str, set[str]] = defaultdict(set)
-    for g in report.groups:
-        for s in g.sites:
-            layers: Sequence[Any] = s.layers or (None,)
-            for layer in layers:
-                for pattern in s.reaches:
-                    # a residual sum reaches into the next layer too
-                    for at in (layer, layer + 1) if layer is not None else (None,):
-                        out[g.name].add(pattern.replace("*", str(at), 1) if at is not None else pattern)
-    return dict(out)

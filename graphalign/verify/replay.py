@@ -247,6 +247,15 @@ def run_replay(model: nn.Module, mode: Replay, values: EngineValues, *, autocast
     return mode.scores
 
 
+def shares(scores: Sequence[Score]) -> dict[str, float]:
+    """Anchor operand (`module[slot]`) to its share of bitwise equal elements, the lowest if it was read more than once."""
+    out: dict[str, float] = {}
+    for s in scores:
+        at = f"{s.module}[{s.slot}]"
+        out[at] = min(s.equal, out.get(at, 1.0))
+    return out
+
+
 @dataclass
 class Summary:
     """Scores of one variant, by group."""

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from graphalign.verify.proof import ENOUGH, Proof
+from graphalign.verify.verdict import ENOUGH, FP32, NEGATED, PATCHED, STOCK, WHOLE, Proof
 
 
 def render_proof(proof: Proof, console: Console) -> None:
@@ -21,41 +21,60 @@ def render_proof(proof: Proof, console: Console) -> None:
         console.print(Text(f"replay left out: {proof.skipped}", style="yellow"))
     else:
         _replay(proof, console)
-    if proof.assumptions:
-        console.print(Text(f"{proof.assumptions} equal: joined by owner, their inside was not compared", style="yellow"))
+    for variant, why in proof.missing.items():
+        console.print(Text(f"{variant}: not replayed, {why}", style="yellow"))
+    if proof.patched.assumptions:
+        console.print(Text(f"{proof.patched.assumptions} equal: joined by owner, their inside was not compared", style="yellow"))
     for problem in proof.problems:
         console.print(Text(f"NOT PROVEN: {problem}", style="bold red"))
     if not proof.problems:
-        extent = "" if proof.summaries else " (consistency only: nothing was replayed)"
-        extent += f", with {proof.assumptions} equal inside" if proof.assumptions else ""
-        rest = ", ".join(f"{n} {kind}" for kind, n in proof.unpatched.items())
-        if rest:
-            said = (
-                f"proven for the patch's edges: there the patched model rounds where the engine rounds{extent}; what differs still: {rest}"
-            )
-        else:
-            said = f"proven: the patched model rounds where the engine rounds{extent}"
-        console.print(Text(said, style="bold green" if not rest and not proof.assumptions else "bold yellow"))
+        console.print(Text(words(proof), style="bold green" if proof.verdict == "proven" else "bold yellow"))
+
+
+def words(proof: Proof) -> str:
+    """The verdict on a patch that nothing speaks against."""
+    if proof.verdict == "proven":
+        return "proven: the patched model rounds where the engine rounds"
+    rest = ", ".join(f"{n} {kind}" for kind, n in proof.unpatched.items())
+    groups = ", ".join(f"{name} {n}" for name, n in sorted(proof.left_out.items()))
+    left = f" (left out: {groups})" if groups else ""
+    return (
+        f"PARTIAL: proven for the patch's {proof.spec.edges} edges only; the patched model as a whole still differs from the engine, "
+        f"or is not known not to: {rest}{left}"
+    )
 
 
 def _replay(proof: Proof, console: Console) -> None:
-    title = "Region outputs on the engine's real values: share of bitwise equal elements"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("group", no_wrap=True)
-    table.add_column("regions", justify="right")
-    for name in proof.summaries:
-        table.add_column(f"{name}\n{proof.edges.get(name, 0)} edges", justify="right")
-        if name == "patched":
-            table.add_column("lowest\nregion", justify="right")
-            table.add_column("ULP", justify="right")
-    first = next(iter(proof.summaries.values()))
-    for group in sorted(first.equal):
-        cells = []
-        for name, s in proof.summaries.items():
-            cells.append(f"{s.equal[group]:.5f}")
-            if name == "patched":
-                cells += [f"{s.lowest[group]:.5f}", str(s.ulp[group])]
-        table.add_row(group, str(first.operands[group]), *cells)
-    console.print(table)
+    """Two tables, so that each fits into 80 columns: the verdict's figures, and what else was replayed."""
+    judged = [name for name in (STOCK, PATCHED, NEGATED) if name in proof.summaries]
+    _scores(proof, judged, "Region outputs on the engine's real values: share of bitwise equal elements", console)
     console.print(Text(f"a patched region must reach {ENOUGH}; ULP is the largest distance in a patched region", style="dim"))
-    console.print(Text("negated rounds what the engine keeps; all in FP32 drops every rounding between pointwise ops", style="dim"))
+    if NEGATED in judged:
+        console.print(Text("negated rounds what the engine keeps", style="dim"))
+    if others := [name for name in proof.summaries if name not in judged]:
+        _scores(proof, others, "The same regions under other edits", console)
+    if WHOLE in others:
+        console.print(Text("all sites: the patch of everything; all but these: the same without this patch's edits", style="dim"))
+    if FP32 in others:
+        console.print(Text("all in FP32 drops every rounding between pointwise ops", style="dim"))
+
+
+def _scores(proof: Proof, variants: list[str], title: str, console: Console) -> None:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("group", min_width=12, overflow="fold")
+    table.add_column("regions", justify="right", no_wrap=True)
+    for name in variants:
+        table.add_column(f"{name}\n{proof.edges.get(name, 0)} edges", justify="right", no_wrap=True)
+        if name == PATCHED:
+            table.add_column("lowest\nregion", justify="right", no_wrap=True)
+            table.add_column("ULP", justify="right", no_wrap=True)
+    summaries = [(name, proof.summaries[name]) for name in variants]
+    regions = {group: n for s in proof.summaries.values() for group, n in s.operands.items()}
+    for group in sorted(regions):
+        cells = []
+        for name, s in summaries:
+            cells.append(f"{s.equal[group]:.5f}" if group in s.equal else "")
+            if name == PATCHED:
+                cells += [f"{s.lowest[group]:.5f}", str(s.ulp[group])] if group in s.equal else ["", ""]
+        table.add_row(group, str(regions[group]), *cells)
+    console.print(table)
