@@ -140,7 +140,9 @@ class Proof:
         for name in dict.fromkeys(g.name for g in self.spec.groups if g.edits):
             patched = self.summaries[PATCHED]
             if name not in patched.operands:
-                out.append(f"{name}: not one region behind its edits was replayed on the engine's values: nothing shows that they are right")
+                out.append(
+                    f"{name}: not one region behind its edits was replayed on the engine's values: nothing shows that they are right"
+                )
                 continue
             out += self._reached(name) + self._told_apart(name)
         return out
