@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from graphalign.align.heads import head_orders
 from graphalign.align.join import Join, chance_rate
 from graphalign.align.pair import Pair, check_same_model, choose_positions, prepare
 from graphalign.align.regions import Regions
@@ -119,7 +118,6 @@ def _align(pair: Pair, progress: Progress | None, layers: Layers, seed: int) -> 
             reverse[i].append(t)
     out.reverse = {k: tuple(v) for k, v in reverse.items()}
     _match_operands(out, run_t, run_i, join)
-    pair.orders = head_orders(flow_t, out.partners, run_t.operands, run_i.operands)
     for op in flow_t.ops:
         if op.kind == "table" and op.id not in out.partners and (number := native.get(op.key[0])) is not None and number.numel() == 1:
             if torch.equal(number.bfloat16().double(), number.double()):

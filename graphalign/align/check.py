@@ -1,8 +1,12 @@
 """The independent check: run both sides with their roundings and compare what the anchors read.
 
-It shares no code with the proposal. There is no join here: operands are compared by anchor, in the anchor's own layout,
+It takes nothing from the proposal but its edits. There is no join here: operands are compared by anchor, in the anchor's own layout,
 element by element, with signs, on other random values, other tokens and other positions, and without shared residual sums:
 both sides run from the embedding to the last anchor, the training side with the proposed edits, the inference side as captured.
+Orders of elements within heads and scaled experts are found again, from these values (`align.heads`).
+
+What it shares with the proposal (`align.shared` says so to users): the reading of both captures (which op is which anchor, what an opaque
+op means), the evaluation of single ops, and the matching of tables (`tables.snap`), done anew at other positions.
 Every layer has values of its own; in deep models layers take turns, and the residual stream comes back to what it was
 (`evaluate.values`). What is equal is evaluated once, because equal values are recognised, not because layers are assumed to be equal.
 """
@@ -10,12 +14,13 @@ Every layer has values of its own; in deep models layers take turns, and the res
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from graphalign.align.behind import Behind
+from graphalign.align.heads import head_order, scale
 from graphalign.align.pair import Pair
 from graphalign.align.tables import snap
 from graphalign.evaluate import run_inference, run_training
@@ -80,13 +85,42 @@ class Checker:
 
     def __init__(self, pair: Pair) -> None:
         self.pair = pair
-        self.arithmetic = pair.arithmetic(CHECK_SEED, rounds=True, layers=pair.checked, shift=1)
+        self.arithmetic = replace(pair.arithmetic(CHECK_SEED, rounds=True, layers=pair.checked, shift=1), factors={})
         self.native = run_training.native_constants(pair.capture_t, pair.training, self.arithmetic)
         computed = run_inference.computed_tables(pair.capture_i, pair.inference, self.arithmetic)
         self.snapped, _ = snap(pair.capture_i, pair.training, self.native, self.arithmetic.positions, computed)
         self.inference = run_inference.Run(pair.capture_i, pair.inference, self.arithmetic).run()
         self.partner = self._anchors()
-        self._shares: dict[object, float | None] = {}
+        self.orders: dict[int, tuple[int, ...]] = {}
+        """Attention anchors to the trainer's element for each of the engine's, within heads; from `settle`."""
+
+    def settle(self, stock: run_training.Run) -> run_training.Run:
+        """Find orders of heads' elements and scaled experts from an evaluation without edits; returns one that knows them."""
+        factors: dict[str, float] = {}
+        for op in self.pair.flow_t.ops:
+            if op.kind != "anchor":
+                continue
+            if op.target == "attention":
+                sides = [self._raw(op, slot, stock) for slot in range(min(QUERY_KEY, len(op.operands)))]
+                if len(sides) == QUERY_KEY and (order := _head_order(sides)) is not None:
+                    self.orders[op.id] = order
+            elif (slot := op.detail.get("routing", (None,))[0]) is not None and (found := self._raw(op, slot, stock)) is not None:
+                factor = scale(self.pair.capture_t, self.pair.flow_t, op, *found)
+                if factor is not None:
+                    factors[anchor_name(op.key)] = factor
+                    self.partner[op.id, slot] = self.partner[op.id, slot] * factor
+        if not factors:
+            return stock
+        self.arithmetic = replace(self.arithmetic, factors=factors)
+        return self.run(Edits(), keep=False)
+
+    def _raw(self, op: Op, slot: int, run: run_training.Run) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """A training operand, the rank's part of it, and the engine's, as they are."""
+        a, b = run.operands.get((op.id, slot)), self.partner.get((op.id, slot))
+        if a is None or b is None:
+            return None
+        own = self.arithmetic.shards.operand(op, slot, a)
+        return own, unpadded(op, own, b)
 
     def _anchors(self) -> dict[tuple[int, int], torch.Tensor]:
         """Training anchor operands to what the engine's anchor reads, flat, in the anchor's layout."""
@@ -111,9 +145,7 @@ class Checker:
                 for p in partners[:1]:
                     data = self.inference.operands.get((p.id, slot if p.kind == "anchor" else 0))
                     if data is not None:
-                        routing = slot == op.detail.get("routing", (None,))[0]
-                        factor = self.pair.factors.get(anchor_name(op.key)) if routing else None
-                        found[op.id, slot] = data.reshape(-1) * factor if factor is not None else data.reshape(-1)
+                        found[op.id, slot] = data.reshape(-1)
         return found
 
     def run(self, edits: Edits, *, keep: bool = True) -> run_training.Run:
@@ -136,7 +168,7 @@ class Checker:
                 if a is None or b is None:
                     missing[key] = "no counterpart on the inference side" if b is None else "could not be evaluated"
                     continue
-                both = (op.target == "attention", place(a), place(b), slot, self.pair.orders.get(op.id), self.arithmetic.shards.reads(op))
+                both = (op.target == "attention", place(a), place(b), slot, self.orders.get(op.id), self.arithmetic.shards.reads(op))
                 if both not in known:
                     known[both] = equal_share(*self.sides(op, slot, a, b))
                 share = known[both]
@@ -161,7 +193,7 @@ class Checker:
     def sides(self, op: Op, slot: int, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """A training operand and the engine's, element by element: flat, of the trainer's the part that the engine's rank has."""
         own = self.arithmetic.shards.operand(op, slot, a)
-        if slot < QUERY_KEY and (order := self.pair.orders.get(op.id)) is not None:
+        if slot < QUERY_KEY and (order := self.orders.get(op.id)) is not None:
             own = own[..., list(order)]
         return in_layout(op, own), unpadded(op, own, b)
 
@@ -169,6 +201,11 @@ class Checker:
         """An operand's name for people."""
         op = self.pair.flow_t.ops[key[0]]
         return f"{op.target if op.target == 'logprobs' else op.module or op.name}[{key[1]}]"
+
+
+def _head_order(sides: list[tuple[torch.Tensor, torch.Tensor] | None]) -> tuple[int, ...] | None:
+    query, key = sides
+    return None if query is None or key is None else head_order(query[0], key[0], query[1], key[1])
 
 
 def in_layout(op: Op, data: torch.Tensor) -> torch.Tensor:
@@ -209,7 +246,7 @@ def check(pair: Pair, edits: Iterable[Edit]) -> Check:
     edits = list(edits)
     checker = Checker(pair)
     out = Check()
-    out.stock, _ = checker.agreement(checker.run(Edits(), keep=False))
+    out.stock, _ = checker.agreement(checker.settle(checker.run(Edits(), keep=False)))
     everything = as_edits(edits)
     base = checker.run(everything)
     out.patched, out.uncompared = checker.agreement(base)

@@ -45,11 +45,10 @@ class Pair:
     share: bool = True
     """Whether equal work is done once, see `Arithmetic.share`."""
     factors: dict[str, float] = field(default_factory=dict)
-    """Found by the alignment: experts whose routing weights the trainer multiplies by a constant and the engine their result, by name."""
+    """Found by the alignment (the check finds its own): experts whose routing weights the trainer multiplies by a constant and the engine
+    their result, by name."""
     shards: Shards = field(default_factory=Shards)
     """What the engine's rank holds of the trainer's values."""
-    orders: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """Found by the alignment: attention anchors whose heads hold their elements in another order, see `heads`."""
     ranges: tuple[str, ...] = ()
     """In words, which of several compile ranges this is, and where the others round differently."""
     shallow: int = SHALLOW

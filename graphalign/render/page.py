@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from graphalign.align.shared import SHARED
 from graphalign.render.dot import has_dot
 from graphalign.render.frame import contents, document, navigation
 from graphalign.render.markup import Content, Html, table, tag, text
@@ -196,6 +197,7 @@ def _assumptions(report: Report) -> Html:
         "stays different.",
         "Values were joined in FP64 by magnitude to 2⁻⁴⁰ and checked with other inputs; "
         f"{s.get('chance_match_rate', 0):.2%} of unrelated values matched something by chance.",
+        SHARED,
         f"Of {s.get('edges', '?')} training edges {s.get('agree', '?')} round alike on both sides.",
     ]
     groups = [
