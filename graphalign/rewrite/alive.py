@@ -57,6 +57,45 @@ def refuse_dead(cls: type, autocast: str | None, device: str) -> None:
             )
 
 
+Regime = tuple[tuple[tuple[str, ...], str, Any], ...]
+"""(path of a module inside the unit, setting of its config or name of its parameter, value or dtype)."""
+_SETTINGS = {"_attn_implementation": "attention implementation", "_experts_implementation": "experts implementation"}
+
+
+def regime_of(unit: nn.Module) -> Regime:
+    """What decides which kernels a unit runs and in which formats, as it is now: settings of its configs, dtypes of its parameters."""
+    found: list[tuple[tuple[str, ...], str, Any]] = []
+    seen: set[int] = set()
+    for path, m in unit.named_modules():
+        at = tuple(path.split(".")) if path else ()
+        config = getattr(m, "config", None)
+        if config is not None and id(config) not in seen:
+            seen.add(id(config))
+            found += [(at, key, getattr(config, key)) for key in _SETTINGS if hasattr(config, key)]
+        found += [(at, name, p.dtype) for name, p in m._parameters.items() if p is not None and p.is_floating_point()]
+    return tuple(found)
+
+
+def refuse_changed(cls: type, unit: nn.Module, regime: Regime) -> None:
+    """Raise if a setting or a dtype is another than when the patch was applied. Called on every forward: attribute reads only."""
+    for path, name, wanted in regime:
+        m: Any = unit
+        for part in path:
+            m = m._modules.get(part) if m is not None else None
+        if m is None:
+            continue  # replaced since, by an adapter: the edits that ran are counted
+        if name in _SETTINGS:
+            found = getattr(getattr(m, "config", None), name, wanted)
+            if found != wanted:
+                _fail(cls, f"its {_SETTINGS[name]} is {found} now, and was {wanted} when the patch was applied", _CHANGED)
+        elif (p := m._parameters.get(name)) is not None and p.dtype != wanted:
+            now, was = (str(d).removeprefix("torch.") for d in (p.dtype, wanted))
+            _fail(cls, f"{'.'.join((*path, name))} is {now} now, and was {was} when the patch was applied", _CHANGED)
+
+
+_CHANGED = "set it back, or undo the patch and make one for this regime with `graphalign find`"
+
+
 def refuse_rounded_input(cls: type, x: torch.Tensor | None, dtype: torch.dtype) -> None:
     """Raise if a value that the layer before left unrounded arrives rounded."""
     if x is not None and x.dtype == dtype:

@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphalign.evaluate.aten import TRANSPARENT, base
+from graphalign.evaluate.aten import ATTENTIONS, MATMULS, TRANSPARENT, base
 from graphalign.ir.compiled import _TRACE, module_ids, qualified_name
 from graphalign.ir.dataflow import LOW_PRECISION
 from graphalign.ir.frames import is_modeling_file
@@ -157,6 +157,26 @@ class _nothing:
 def is_low(dtype: torch.dtype | None) -> bool:
     """Whether a dtype is below FP32."""
     return dtype is not None and str(dtype).removeprefix("torch.") in LOW_PRECISION
+
+
+GUIDES = frozenset({"type_as", "expand_as", "view_as", "reshape_as"})
+"""Tensor methods that read of their second operand only how it looks: its dtype or its shape, never its elements."""
+ANCHORS = MATMULS | ATTENTIONS | {"convolution", "conv1d", "conv2d", "_scaled_mm", "_weight_int4pack_mm"}
+"""ATen ops whose operands' formats a patch never changes."""
+
+
+def carried_operands(node: fx.Node) -> list[fx.Node]:
+    """Of a transparent node, the nodes whose elements it hands on: `x.type_as(y)` hands on those of x."""
+    method = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    operands = tensor_operands(node)
+    if method in GUIDES or (method == "to" and len(operands) > 1):
+        return operands[:1]
+    return operands or node.all_input_nodes
+
+
+def is_anchor(info: Info) -> bool:
+    """Whether a node runs a GEMM, an attention kernel or an op that nothing is known of."""
+    return any(k.op in ANCHORS or k.op.startswith("opaque") for k in info.ops)
 
 
 def tensor_operands(node: fx.Node) -> list[fx.Node]:

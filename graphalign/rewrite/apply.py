@@ -17,6 +17,8 @@ from graphalign.errors import PatchError, PatchNotLiveError
 from graphalign.ir.config import config_digest
 from graphalign.ir.frames import file_digest, is_modeling_file, relative_file
 from graphalign.patch.spec import Key, PatchSpec, load
+from graphalign.rewrite.alive import regime_of
+from graphalign.rewrite.formats import moved
 from graphalign.rewrite.live import ORIGINAL, patched_class, root_class
 from graphalign.rewrite.trial import run_trial
 from graphalign.rewrite.units import UnitEdit, edits_by_unit, find_units
@@ -64,8 +66,9 @@ def apply(model: nn.Module, spec: PatchSpec | str | Path, *, allow_stale: bool =
         spec: the patch, or the path of its file.
         allow_stale: apply although modeling files, the config or the attention implementation differ from those the spec was made
             with. Edits still must match.
-        trial: run two tokens through the layers now, without gradients, so that an edit that matches no op is refused here with
-            nothing changed. Without it, or for a model that does not take `input_ids`, its first forward raises.
+        trial: run two tokens through the layers now, without gradients, stock and patched, so that an edit that matches no op, or one
+            that changes the format in which a GEMM or an attention kernel reads an operand, is refused here with nothing changed.
+            Without it, or for a model that does not take `input_ids`, its first forward raises.
 
     Returns:
         A handle with `undo()`, also a context manager.
@@ -94,23 +97,32 @@ def apply(model: nn.Module, spec: PatchSpec | str | Path, *, allow_stale: bool =
     autocast = spec.regime.get("autocast")
     for name, unit in units.items():
         cls = type(unit)
-        key = (cls, dtypes[name], tuple((e.group, e.kind, e.format, e.consumer, e.operand, e.producer, e.source) for e in edits[name]))
+        regime = regime_of(unit)
+        edit_keys = tuple((e.group, e.kind, e.format, e.consumer, e.operand, e.producer, e.source) for e in edits[name])
+        key = (cls, dtypes[name], regime, edit_keys)
         if key not in classes:
-            classes[key] = patched_class(cls, edits[name], dtypes[name], autocast)
+            classes[key] = patched_class(cls, edits[name], dtypes[name], autocast, regime)
         swapped.append((unit, cls, classes[key]))
     name, root = _root(model, list(units.values()))
     if root is not None and root not in units.values():
         inside = [n for n, m in root.named_modules() if any(m is u for u in units.values())]
         swapped.append((root, type(root), root_class(type(root), len(units), inside)))
+    stock = run_trial(root, spec.regime) if trial and root is not None else None
     for module, _, new in swapped:
         module.__class__ = new
     handle = Patched(model, spec, swapped)
     if trial and root is not None:
         try:
-            run_trial(root, spec.regime)
+            found = run_trial(root, spec.regime)
         except (PatchError, PatchNotLiveError) as e:
             handle.undo()
             raise PatchError(f"the patch was not applied: {e.what}", where=e.where, hint=e.hint) from None
+        if stock is not None and found is not None and (differ := moved(stock, found)):
+            handle.undo()
+            raise PatchError(
+                "the patch was not applied: GEMMs or attention kernels would read other formats than in the stock model", where=differ,
+                hint="this is a fault of the patch or of graphalign, not of the model: report it with the patch",
+            )  # fmt: skip
     for group, n in sorted(Counter(e.group for es in edits.values() for e in es if e.consumer is not None).items()):
         log.info("graphalign: %s: %d edges patched", group, n)
     if spec.simulated:

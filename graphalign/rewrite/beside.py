@@ -29,25 +29,35 @@ class Unrounded:
     """The exits that made it, `UnitEdit.source`."""
     version: int | None
     """Of the rounded tensor; another one means that it was written since."""
+    returned: list[torch.Tensor]
+    """Gradients of this value from readers that got it put together again, see `_Again`."""
 
 
 _SEEN: dict[int, TensorWeakRef] = {}
 """Rounded tensors by address, to find one from an alias."""
 
 
-def attach(rounded: torch.Tensor, unrounded: torch.Tensor, sources: frozenset[str]) -> None:
-    """Let an unrounded value travel beside a rounded one, for as long as that lives."""
-    setattr(rounded, ATTRIBUTE, Unrounded(unrounded, sources, _version(rounded)))
+def attach(rounded: torch.Tensor, unrounded: torch.Tensor, sources: frozenset[str]) -> torch.Tensor:
+    """Let an unrounded value travel beside a rounded one, for as long as that lives.
+
+    Returns:
+        The rounded one: another tensor, where gradients flow.
+    """
+    returned: list[torch.Tensor] = []
+    if unrounded.requires_grad and torch.is_grad_enabled():
+        rounded = _Beside.apply(rounded, unrounded, returned)  # type: ignore[no-untyped-call]
+    setattr(rounded, ATTRIBUTE, Unrounded(unrounded, sources, _version(rounded), returned))
     for address in [a for a, ref in _SEEN.items() if ref() is None]:
         del _SEEN[address]
     _SEEN[rounded.untyped_storage().data_ptr()] = TensorWeakRef(rounded)
+    return rounded
 
 
 def take(x: torch.Tensor) -> tuple[torch.Tensor, frozenset[str]] | None:
     """The unrounded value of a tensor and where it comes from; None if nothing travels beside it.
 
     A detached input (reentrant checkpointing) or what FSDP2 puts a hook on is another tensor with the same elements: then the value is put
-    together again from it and the rounding error, which is exact in FP32, and gradients go the way of that tensor.
+    together again from it and the rounding error, which is exact in FP32, and its gradient goes back to the unrounded value in FP32.
     """
     found = getattr(x, ATTRIBUTE, None)
     if found is not None:
@@ -58,15 +68,52 @@ def take(x: torch.Tensor) -> tuple[torch.Tensor, frozenset[str]] | None:
     if first is None or found is None or _layout(first) != _layout(x) or found.version != _version(first):
         return None
     error = found.tensor.detach() - first.detach().to(torch.float32)
-    return x.to(torch.float32) + torch.nan_to_num(error, 0.0, 0.0, 0.0), found.sources
+    again: torch.Tensor = _Again.apply(x, torch.nan_to_num(error, 0.0, 0.0, 0.0), found.returned)  # type: ignore[no-untyped-call]
+    return again, found.sources
+
+
+class _Beside(torch.autograd.Function):
+    """A rounded tensor whose backward also hands on what `_Again` got: autograd runs it when all readers have run."""
+
+    @staticmethod
+    def forward(ctx: Any, rounded: torch.Tensor, unrounded: torch.Tensor, returned: list[torch.Tensor]) -> torch.Tensor:
+        ctx.returned = returned
+        return rounded.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        total = None
+        for g in ctx.returned:
+            total = g if total is None else total + g
+        ctx.returned.clear()
+        return grads[0], total, None
+
+
+class _Again(torch.autograd.Function):
+    """The unrounded value, of a tensor that autograd knows by its rounded elements only.
+
+    A gradient that went the way of that tensor would be rounded to its format, and added up in it. So it is laid where `_Beside` finds it,
+    and the tensor gets zeros: they keep the backward of what lies between (a reentrant checkpoint) running.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, error: torch.Tensor, returned: list[torch.Tensor]) -> torch.Tensor:
+        ctx.returned, ctx.dtype = returned, x.dtype
+        return x.to(torch.float32) + error
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        ctx.returned.append(grads[0])
+        return torch.zeros_like(grads[0], dtype=ctx.dtype), None, None
 
 
 def split(results: Any, beside: Sequence[tuple[int, frozenset[str]]]) -> Any:
     """A rewritten graph's results without those at its end, which travel beside the result of the given position."""
     count = len(results) - len(beside)
+    out = list(results[:count])
     for (position, sources), unrounded in zip(beside, results[count:], strict=True):
-        attach(results[position], unrounded, sources)
-    return results[:count]
+        out[position] = attach(out[position], unrounded, sources)
+    return tuple(out) if isinstance(results, tuple) else out
 
 
 def substitute(

@@ -18,7 +18,7 @@ from torch import fx, nn
 from graphalign.errors import PatchError
 from graphalign.evaluate.aten import MATMULS
 from graphalign.patch.spec import Key
-from graphalign.rewrite.analyse import Info, OpKey, analyse, is_low, tensor_operands
+from graphalign.rewrite.analyse import Info, OpKey, analyse, carried_operands, is_anchor, is_low, tensor_operands
 from graphalign.rewrite.units import UnitEdit
 
 ENTRY = "graphalign_entry"
@@ -160,7 +160,7 @@ class _Rewriter:
     def _producers(self, node: fx.Node) -> list[fx.Node]:
         if node.meta.get(ENTRY) or not self.info.get(node, Info()).transparent:
             return [node]
-        return [p for a in tensor_operands(node) or node.all_input_nodes for p in self._producers(a)]
+        return [p for a in carried_operands(node) for p in self._producers(a)]
 
     def _at(self, node: fx.Node) -> str:
         return f"{node.format_node()}\n{self.info[node].text}"
@@ -177,7 +177,7 @@ class _Rewriter:
                 continue
             wide.add(n)
             if self.info.get(n, Info()).transparent and not n.meta.get(ENTRY):
-                todo += tensor_operands(n) or n.all_input_nodes
+                todo += carried_operands(n)
         return wide
 
     def _rewrite(self, node: fx.Node) -> None:
@@ -186,6 +186,13 @@ class _Rewriter:
             return  # carried on demand
         kept = [slot for (c, slot) in self.keep if c is node]
         rounded = {slot: e for (c, slot), e in self.round.items() if c is node}
+        if is_anchor(info):
+            if kept or rounded:
+                raise PatchError(
+                    f"the patch edits what {node.target} reads, a GEMM or a kernel whose operands keep their formats",
+                    where=self._at(node), hint="leave this edit out; regenerate the patch with this version",
+                )  # fmt: skip
+            return  # what it returns is a number of its format: unrounded, it is the same
         if not kept and not rounded and not (node in self.wide and is_low(info.dtype)):
             return
         operands = tensor_operands(node)
@@ -257,9 +264,10 @@ class _Rewriter:
         casts = _is_cast(node, self.info)
         if casts and is_low(info.dtype):
             return self._wide(tensor_operands(node)[0])
-        if not any(self._changes(a) for a in tensor_operands(node) or node.all_input_nodes):
+        carried = carried_operands(node)
+        if not any(self._changes(a) for a in carried):
             return self._cast_after(node) if is_low(info.dtype) else node
-        inputs = {a: self._wide(a) for a in node.all_input_nodes if isinstance(a.meta.get("example_value"), torch.Tensor | tuple | list)}
+        inputs = {a: self._wide(a) for a in carried if isinstance(a.meta.get("example_value"), torch.Tensor | tuple | list)}
         if casts:
             return next(iter(inputs.values()))  # a cast to FP32 of what is FP32 already
         with self.gm.graph.inserting_after(node):
@@ -279,7 +287,7 @@ class _Rewriter:
             return False
         if _is_cast(node, self.info) and is_low(info.dtype) and not is_low(self._dtype(tensor_operands(node)[0])):
             return True
-        return any(self._changes(a) for a in tensor_operands(node) or node.all_input_nodes)
+        return any(self._changes(a) for a in carried_operands(node))
 
     def _dtype(self, node: fx.Node) -> torch.dtype | None:
         v = node.meta.get("example_value")
@@ -341,7 +349,7 @@ class _Rewriter:
     def _producers_now(self, node: fx.Node) -> list[fx.Node]:
         if node.meta.get(ENTRY) or not self.info.get(node, Info()).transparent:
             return [node]
-        return [p for a in tensor_operands(node) or node.all_input_nodes for p in self._producers_now(a)]
+        return [p for a in carried_operands(node) for p in self._producers_now(a)]
 
 
 def _is_producer(key: Key, op: OpKey) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from graphalign.errors import PatchError, PatchNotLiveError
-from graphalign.rewrite.alive import not_executed, refuse_dead, refuse_lost, refuse_rounded_input
+from graphalign.rewrite.alive import Regime, not_executed, refuse_changed, refuse_dead, refuse_lost, refuse_rounded_input
 from graphalign.rewrite.beside import Path, put, split, substitute
 from graphalign.rewrite.capturing import without_idle_hooks
 from graphalign.rewrite.edit import ENTRY, rewrite
@@ -65,7 +65,9 @@ def entry_cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x.to(dtype)
 
 
-def patched_class(cls: type[nn.Module], edits: Sequence[UnitEdit], dtype: torch.dtype, autocast: str | None) -> type[nn.Module]:
+def patched_class(
+    cls: type[nn.Module], edits: Sequence[UnitEdit], dtype: torch.dtype, autocast: str | None, regime: Regime = ()
+) -> type[nn.Module]:
     """A subclass of `cls` whose forward runs with the edits, or raises PatchNotLiveError.
 
     Args:
@@ -73,6 +75,7 @@ def patched_class(cls: type[nn.Module], edits: Sequence[UnitEdit], dtype: torch.
         edits: the unit's edits.
         dtype: the format in which the stock module receives activations.
         autocast: the autocast dtype of the regime, None for none.
+        regime: what must stay as it was when the patch was applied, see `alive.regime_of`.
     """
     expected = sorted(e.id for e in edits)
     entering = [e for e in edits if e.consumer is not None and e.producer is None and e.kind == "keep"]
@@ -139,6 +142,7 @@ def patched_class(cls: type[nn.Module], edits: Sequence[UnitEdit], dtype: torch.
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         at, x = _find(names, args, kwargs)
         refuse_dead(cls, autocast, "cpu" if x is None else x.device.type)
+        refuse_changed(cls, self, regime)
         places: tuple[Path, ...] = ()
         if wanted:
             args, kwargs, places, found = substitute(args, kwargs, wanted)

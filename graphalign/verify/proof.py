@@ -20,6 +20,7 @@ from graphalign.rewrite.apply import apply
 from graphalign.sites.ends import Ends
 from graphalign.sites.find import diff
 from graphalign.sites.report import Report
+from graphalign.verify.formats import changed_formats
 from graphalign.verify.replay import replay
 from graphalign.verify.values import EngineValues
 from graphalign.verify.variants import everything_fp32, negated
@@ -63,7 +64,8 @@ def prove(
     with apply(model, spec):
         again = record(model)
     patched = diff(inference, again, rules=rules)
-    out = Proof(stock, patched, spec, {STOCK: 0, PATCHED: spec.edges}, skipped=skipped)
+    formats = tuple(changed_formats(training, again))
+    out = Proof(stock, patched, spec, {STOCK: 0, PATCHED: spec.edges}, skipped=skipped, formats=formats)
     if values is None:
         return out
     al = align(pair)

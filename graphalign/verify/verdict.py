@@ -44,6 +44,8 @@ class Proof:
     """Variants that could not be replayed, with the reason."""
     skipped: str = ""
     """Why nothing was replayed."""
+    formats: tuple[str, ...] = ()
+    """GEMMs and attention calls that read other formats than in the stock model, in words: must be empty."""
 
     @cached_property
     def _sites(self) -> Snapshot:
@@ -102,6 +104,9 @@ class Proof:
         if other:
             asked = ", ".join(sorted({"{} in {}".format(*_change(sites, at)) for at in other}))
             out.append(f"{len(other)} edges are changed otherwise than the engine asks for ({asked}): {_some(edits, other)}")
+        if self.formats:
+            more = f"; and {len(self.formats) - 1} more" if len(self.formats) > 1 else ""
+            out.append(f"the patch changes what GEMMs or attention read: {self.formats[0]}{more}")
         return out + [f"{name}: {n} sites remain after the patch" for name, n in self.remaining.items()]
 
     def _entries(self) -> list[str]:

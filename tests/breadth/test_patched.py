@@ -7,13 +7,15 @@ import functools
 import pytest
 
 from graphalign.align.pair import prepare
+from graphalign.ir.args import references
 from graphalign.ir.files import read_json
-from graphalign.ir.training import TrainingGraph
+from graphalign.ir.training import TrainingGraph, Value
 from graphalign.patch.make import make_spec
 from graphalign.rules import rules_dir
 from graphalign.sites.find import diff
 from graphalign.sites.report import Report
 from graphalign.verify.composites import composite_ends
+from graphalign.verify.formats import changed_formats
 from graphalign.verify.verdict import Proof
 from tests.breadth.captured import CAPTURES, captures, counts, report
 
@@ -124,3 +126,23 @@ def test_tables_of_a_rotary_module_are_edges_between_modules() -> None:
     }
     assert len(edits) == 4
     assert {e.producer_layers for e in edits} == {""}
+
+
+@pytest.mark.parametrize("name", PATCHED)
+def test_no_gemm_reads_another_format(name: str) -> None:
+    assert changed_formats(captures(name)[1], recorded(name)) == []
+
+
+def test_a_gemm_that_reads_another_format_is_a_problem() -> None:
+    """Gemma's projections once ran in FP32, and the patch was called proven."""
+    stock = captures("mixtral")[1]
+    read = {v for n in stock.nodes if n.op == "aten.mm.default" for v in references(n.args, "v")}
+
+    def widened(output: Value | None) -> Value | None:
+        return output.model_copy(update={"dtype": "float32"}) if output is not None and output.id in read else output
+
+    wide = [n.model_copy(update={"outputs": tuple(map(widened, n.outputs))}) for n in stock.nodes]
+    found = changed_formats(stock, stock.model_copy(update={"nodes": tuple(wide)}))
+    assert any("mm in model.layers.0.self_attn.q_proj reads (float32, " in line for line in found)
+    problems = Proof(report("mixtral"), patched("mixtral"), make_spec(report("mixtral")), formats=tuple(found)).problems
+    assert any(p.startswith("the patch changes what GEMMs or attention read: ") for p in problems)
