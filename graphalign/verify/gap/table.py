@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from graphalign.verify.gap.report import GapReport, Measured, Share, VariantResult
+from graphalign.verify.gap.report import Attribution, GapReport, Measured, Share, VariantResult
 from graphalign.verify.gap.statistics import Estimate, GapStatistics
 from graphalign.verify.gap.variants import EVERYTHING, FP32, PAPERS_TITLE, POINTWISE, STOCK
 
@@ -95,7 +95,7 @@ def render_gap(report: GapReport, console: Console) -> None:
         words = f"{everything.title}, against the paper's three regions on the same tokens: k3 {sides['sampled']} as sampled"
         console.print(Text(words + (f", {sides['prefill']} in prefill" if "prefill" in sides else "")))
     if r.attribution is not None:
-        console.print(_shares(r))
+        render_shares(r.attribution, k, console)
     _residue(r, console)
     if r.emulated is not None:
         e = r.emulated
@@ -159,31 +159,22 @@ def _seeds(r: GapReport, console: Console) -> None:
     console.print(table)
 
 
-def _shares(r: GapReport) -> Table:
-    a = r.attribution
-    assert a is not None
+def render_shares(a: Attribution, k: Unit, console: Console) -> None:
+    """Print Shapley shares, a table for each way of scoring: one with both does not fit into 80 columns."""
     how = f"all {a.subsets} subsets measured" if a.exact else f"sampled orders, {a.subsets} subsets measured"
-    table = Table(
-        title=f"Shapley share of each group in the reduction of k3 ({how})", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
-    )
-    table.add_column("group")
-    for name in ("as sampled", "part", "alone", "in prefill", "part", ""):
-        table.add_column(name, justify="right", no_wrap=True)
-    k, _ = units(r)
     prefill = {s.group: s for s in a.prefill}
-    for s in sorted(a.sampled, key=lambda s: -s.reduction.value):
-        other: Share = prefill[s.group]
-        flag = widens(s, other)
-        table.add_row(
-            s.group,
-            k.estimate(s.reduction),
-            f"{s.part:.0%}",
-            k.estimate(s.alone) if s.alone else "",
-            k.estimate(other.reduction),
-            f"{other.part:.0%}",
-            flag,
-        )
-    return table
+    sampled = sorted(a.sampled, key=lambda s: -s.reduction.value)
+    for side, found in (("as sampled", sampled), ("in prefill", [prefill[s.group] for s in sampled])):
+        table = _table(f"Shapley share of each group in the reduction of k3, {side} ({how})")
+        table.add_column("group", min_width=12, overflow="fold")
+        for name in ("reduction", "part", "alone"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for s in found:
+            table.add_row(s.group, k.estimate(s.reduction), f"{s.part:.0%}", k.estimate(s.alone) if s.alone else "")
+        console.print(table)
+    for s in sampled:
+        if said := widens(s, prefill[s.group]):
+            console.print(Text(f"{s.group}: {said}", style="yellow"))
 
 
 def widens(sampled: Share, prefill: Share) -> str:
