@@ -28,6 +28,7 @@ from graphalign.sites.diagram_data import draw
 from graphalign.sites.divergence import Divergence, Parting, explained, find_misplaced, find_partings, label
 from graphalign.sites.ends import Ends, layer_of, pattern_of
 from graphalign.sites.groups import Namer, load_group_rules
+from graphalign.sites.names import name_notes
 from graphalign.sites.nodes import statuses
 from graphalign.sites.report import Entry, Evidence, Group, Report, Site
 
@@ -181,7 +182,11 @@ class _Builder:
             ),
             stats=self._stats(groups, seconds, assumed),
             nodes=statuses(self.al, self.comparison, self._where, self.assumed),
-            notes=tuple(header.notes) + tuple(self.training.header.notes) + self.i.notes + self._table_notes(),
+            notes=tuple(header.notes)
+            + tuple(self.training.header.notes)
+            + self.i.notes
+            + self._table_notes()
+            + name_notes(self.al, self.inference, self.training),
             unrotated=unrotated(self.t),
             drawing=draw(self.al, self.ends, self.comparison.findings, self.site_of, self.divergence.semantic),
         )
