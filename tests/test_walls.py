@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import graphalign
 
 PACKAGE = Path(graphalign.__file__).parent
@@ -15,6 +17,8 @@ OPEN = ("capture", "engines")
 """The folders that may import vLLM and Transformers."""
 ENGINES = {"vllm", "transformers"}
 SCRIPT = PACKAGE / "capture" / "engine_script.py"
+BESIDE = {SCRIPT: {"engine_composites"}, SCRIPT.with_name("engine_composites.py"): set(), PACKAGE / "ir" / "drawn.py": {"numpy"}}
+"""What runs in the engine's process, with what else it imports."""
 
 
 def imports(nodes: Iterator[ast.AST]) -> Iterator[tuple[str, int]]:
@@ -81,9 +85,10 @@ print(len({names!r}))
     assert int(result.stdout) == len(names)
 
 
-def test_the_engine_script_needs_only_the_standard_library_torch_and_vllm() -> None:
-    tree = ast.parse(SCRIPT.read_text())
-    allowed = {*sys.stdlib_module_names, "torch", "vllm"}
+@pytest.mark.parametrize("script", BESIDE, ids=lambda p: p.name)
+def test_the_engine_scripts_need_only_the_standard_library_torch_and_vllm(script: Path) -> None:
+    tree = ast.parse(script.read_text())
+    allowed = {*sys.stdlib_module_names, "torch", "vllm", *BESIDE[script]}
     at_import = {(module, line) for module, line in imports(import_time(tree))}
     foreign = [f"line {line} imports {module}" for module, line in at_import if top(module) not in allowed]
     assert foreign == []

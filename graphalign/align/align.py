@@ -23,6 +23,9 @@ __all__ = ["Alignment", "Pair", "Progress", "align", "check_same_model", "choose
 
 Progress = Callable[[str, float | None], None]
 SEED = 20240917
+CLOSE = 2.0**-40
+Order = tuple[int, torch.Tensor]
+"""The axis of tokens, and each token's elements in ascending order of value, as places."""
 SCALED_OUTSIDE = "it is a multiple of what the engine's compiled graph returns; whether the engine scales it too is not in this capture"
 
 
@@ -50,6 +53,8 @@ class Alignment:
     """Attention anchors whose query the trainer multiplies by a constant that the engine multiplies the scores by."""
     scaled: dict[int, float] = field(default_factory=dict)
     """Experts whose routing weights the trainer multiplies by a constant that the engine multiplies their result by."""
+    arranged: dict[tuple[int, int], tuple[Order, Order]] = field(default_factory=dict)
+    """Operands of cores, (op, slot), that hold the same elements on both sides: their order in training and in inference."""
     inlined: set[int] = field(default_factory=set)
     """Tables of one number that every format holds exactly and no table of the engine does: they are in its code, if anywhere."""
     chance: float = 0.0
@@ -274,6 +279,10 @@ def _match_operands(out: Alignment, run_t: run_training.Run, run_i: run_inferenc
                 if factor is not None:
                     out.scaled[op.id] = factor
                     hit = pairs[0]
+            if hit is not None and (op.id, slot) in run_t.arranged and hit in run_i.arranged:
+                b = run_i.operands[hit]
+                if a is not None and a.shape == b.shape and torch.allclose(a, b, rtol=CLOSE, atol=0.0):
+                    out.arranged[op.id, slot] = run_t.arranged[op.id, slot], run_i.arranged[hit]
             if hit is not None:
                 out.outputs.append(((op.id, slot), hit))
             elif pairs and a is not None and op.id in out.regions.tail and _multiple(a, run_i.operands.get(pairs[0])):

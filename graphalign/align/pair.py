@@ -51,6 +51,8 @@ class Pair:
     """What the engine's rank holds of the trainer's values."""
     ranges: tuple[str, ...] = ()
     """In words, which of several compile ranges this is, and where the others round differently."""
+    whole: TrainingGraph = field(kw_only=True)
+    """The training capture before composite anchors were made of its modules."""
     shallow: int = SHALLOW
     """Up to this many layers, every layer has values of its own in the check; in more layers they take turns."""
 
@@ -115,7 +117,19 @@ def prepare(inference: InferenceGraph, training: TrainingGraph, rules: Path, *, 
     shards = read_shards(inference, flow_i, flow_t, _head_counts(folded.capture, flow_t))
     regions = cut(flow_t, flow_i)
     return Pair(
-        inference, folded.capture, ti, tt, flow_i, flow_t, regions, folded.failed, share, shards=shards, ranges=ranges, shallow=shallow
+        inference,
+        folded.capture,
+        ti,
+        tt,
+        flow_i,
+        flow_t,
+        regions,
+        folded.failed,
+        share,
+        shards=shards,
+        ranges=ranges,
+        shallow=shallow,
+        whole=training,
     )
 
 

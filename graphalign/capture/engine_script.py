@@ -1194,7 +1194,7 @@ def name_segments(world: World, model: Any, tensors: dict[str, tuple[str, tuple[
         known["learned"] = bool(segments)
 
 
-def register_loader(world: World, request: dict[str, Any]) -> None:
+def register_loader(world: World, recorder: Recorder, request: dict[str, Any]) -> None:
     """Register the load format `graphalign`: probe, then load as asked."""
     from vllm.model_executor.model_loader import get_model_loader, register_model_loader
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
@@ -1222,14 +1222,26 @@ def register_loader(world: World, request: dict[str, Any]) -> None:
             started = time.perf_counter()
             find_segments(world, model, request, quantised=getattr(model_config, "quantization", None))
             request["timings"]["probe"] = time.perf_counter() - started
+            with recorder.guard("composite ops with drawn weights"):
+                copy_composites(request, model, self.graphalign_config, model_config)
             say(stage="load", fraction=0.3)
             self.inner.load_weights(model, model_config)
 
-        def load_model(self, *args: Any, **kwargs: Any) -> Any:
-            model = super().load_model(*args, **kwargs)
+        def load_model(self, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+            self.graphalign_config = vllm_config
+            model = super().load_model(vllm_config, *args, **kwargs)
             world.index(model)
             say(stage="compile", fraction=0.4)
             return model
+
+
+def copy_composites(request: dict[str, Any], model: Any, config: Any, model_config: Any) -> None:
+    """Copy the owners of composite ops with drawn weights, before the checkpoint's are loaded; see `engine_composites`."""
+    import engine_composites  # type: ignore[import-not-found]  # the process runs in this file's folder
+
+    request["composites"] = found = engine_composites.Composites()
+    if getattr(model_config, "quantization", None) is None:
+        found.prepare(model, config, engine_composites.LayerTensors(request["model"]))
 
 
 def find_segments(world: World, model: Any, request: dict[str, Any], quantised: Any, at_end: Any = None) -> None:
@@ -1647,6 +1659,12 @@ def _lower_tail(world: World, config: Any, fake: Any, options: Any) -> None:
 # Real values at the anchors
 
 
+def extern_ops(graphs: list[dict[str, Any]]) -> set[str]:
+    """The ops that captured graphs call."""
+    nodes = [n for g in graphs for k in g["kernels"] for n in k["nodes"] if n["kind"] == "extern"]
+    return {n["op"] for n in nodes if n["op"] not in ("", "inductor.multi_output")}
+
+
 class AnchorRecorder:
     """Records what every extern op of the captured graphs reads and writes during one forward.
 
@@ -1655,8 +1673,7 @@ class AnchorRecorder:
     """
 
     def __init__(self, world: World, graphs: list[dict[str, Any]], gemms: Any = ()) -> None:
-        nodes = [n for g in graphs for k in g["kernels"] for n in k["nodes"] if n["kind"] == "extern"]
-        self.ops = {n["op"] for n in nodes if n["op"] not in ("", "inductor.multi_output")}
+        self.ops = extern_ops(graphs)
         self.gemms = frozenset(gemms)
         self.world = world
         self.calls: list[dict[str, Any]] = []
@@ -1778,7 +1795,7 @@ def capture(request: dict[str, Any], then: Any = None) -> dict[str, Any]:
     recorder = Recorder(world, request.get("keep_kernels"))
     recorder.install()
     say(stage="start", fraction=0.05)
-    register_loader(world, request)
+    register_loader(world, recorder, request)
     llm = start_engine(request)
     timings["engine"] = time.perf_counter() - started
     config = engine_config(llm)
@@ -1805,6 +1822,10 @@ def capture(request: dict[str, Any], then: Any = None) -> dict[str, Any]:
     }
     tables = read_tables(world, recorder)
     attention = read_attention(context)
+    composites: list[dict[str, Any]] = []
+    if (found := request.get("composites")) is not None:
+        with recorder.guard("composite ops on drawn inputs"):
+            composites = found.record(llm, world, extern_ops(recorder.graphs))
     if request.get("values"):
         record_values(llm, world, recorder.graphs, request)
     if then is not None:
@@ -1818,6 +1839,7 @@ def capture(request: dict[str, Any], then: Any = None) -> dict[str, Any]:
         "parameters": list(world.parameters.values()),
         "tables": tables,
         "attention": attention,
+        "composites": composites,
         "bodies": recorder.bodies,
         "graphs": recorder.graphs,
     }

@@ -74,6 +74,7 @@ def _composite(tracer: Tracer, node: Node, rule: OpaqueOp, args: dict[str, Any],
     detail = {
         "owner": owner,
         "layer": layer or owner,
+        "module": layer or next((p.name.rpartition(".")[0] for p in weights), ""),
         "routing": tuple(rule.operands.index(r) for r in rule.routing if r in rule.operands),
         "places": places,
         "sums": rule.sums,

@@ -18,7 +18,7 @@ from graphalign.evaluate import aten
 from graphalign.evaluate.externs import buffers_of
 from graphalign.evaluate.interpret import Interpreter
 from graphalign.evaluate.outputs import hand_on, output_of
-from graphalign.evaluate.run_training import canonical
+from graphalign.evaluate.run_training import Arranged, canonical
 from graphalign.evaluate.storage import UNKNOWN, Lazy, Rows, Storage
 from graphalign.evaluate.trace_inference import ADDED, Tracer
 from graphalign.evaluate.values import Arithmetic, Val, draw, seed_of
@@ -40,6 +40,8 @@ class Run:
     values: dict[int, Val] = field(default_factory=dict)
     operands: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     """Operands of anchors and outputs: (op, slot) to a flat or shaped tensor in the buffer's layout."""
+    arranged: Arranged = field(default_factory=dict)
+    """For operands that were sorted, see `canonical`."""
     unsupported: dict[int, str] = field(default_factory=dict)
     only: set[tuple[int, str]] | None = None
     """Evaluate these loop nodes (graph, name) only; everything else stays unknown."""
@@ -227,7 +229,7 @@ class Run:
             if slot < len(op.operands):
                 self.operands[op.id, slot] = self._argument(arg)
                 slot += 1
-        canonical(self.operands, op, self.arithmetic.tokens)
+        canonical(self.operands, op, self.arithmetic.tokens, self.arranged)
         written = [b for n in ([rule.out] if rule and rule.out else node.mutates) for b in buffers_of(args.get(n))] or list(node.outputs)
         for o in written:
             root, _ = self._root(o)

@@ -28,6 +28,10 @@ ROUTING = 2
 """A composite's routing: weights and expert numbers."""
 
 
+Arranged = dict[tuple[int, int], tuple[int, torch.Tensor]]
+"""Operand of an anchor to its axis of tokens, and, for each token, the places of its elements in ascending order of value."""
+
+
 @dataclass(frozen=True)
 class Edits:
     """Roundings to change while evaluating: operands, as (consumer op, slot)."""
@@ -56,6 +60,8 @@ class Run:
     values: dict[int, Val] = field(default_factory=dict)
     operands: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     """Operands of anchors and outputs, as the consumer reads them: (op, slot) to tensor."""
+    arranged: Arranged = field(default_factory=dict)
+    """For operands that were sorted, see `canonical`."""
     unsupported: dict[int, str] = field(default_factory=dict)
     """Op index to why it could not be evaluated."""
     native: dict[int, torch.Tensor] | None = None
@@ -117,7 +123,7 @@ class Run:
             val = self._operand(op, slot, v)
             if val is not None:
                 self.operands[op.id, slot] = val.data
-        canonical(self.operands, op, self.arithmetic.tokens)
+        canonical(self.operands, op, self.arithmetic.tokens, self.arranged)
 
     def _operand(self, op: Op, slot: int, value: int) -> Val | None:
         """What `op` reads at `slot`, with the edits applied."""
@@ -306,8 +312,11 @@ def _cast(data: torch.Tensor, dtype: str) -> torch.Tensor:
     return data.to(getattr(torch, dtype)) if data.is_floating_point() else data.double()
 
 
-def canonical(operands: dict[tuple[int, int], torch.Tensor], op: Op, tokens: int) -> None:
-    """Put a composite's operands in a form that both sides share: experts in order, a core's elements sorted per token."""
+def canonical(operands: dict[tuple[int, int], torch.Tensor], op: Op, tokens: int, arranged: Arranged) -> None:
+    """Put a composite's operands in a form that both sides share: experts in order, a core's elements sorted per token.
+
+    What was sorted is noted in `arranged`.
+    """
     slots = op.detail.get("routing", ())
     if len(slots) == ROUTING and all((op.id, s) in operands for s in slots):
         w, i = (operands[op.id, s] for s in slots)
@@ -318,7 +327,8 @@ def canonical(operands: dict[tuple[int, int], torch.Tensor], op: Op, tokens: int
             data = operands.get((op.id, slot))
             axis = next((d for d, n in enumerate(data.shape) if n == tokens), None) if data is not None else None
             if data is not None and axis is not None:
-                operands[op.id, slot] = data.movedim(axis, 0).reshape(tokens, -1).sort(-1).values
+                operands[op.id, slot], places = data.movedim(axis, 0).reshape(tokens, -1).sort(-1)
+                arranged[op.id, slot] = axis, places
 
 
 def native_constants(capture: TrainingGraph, tracer: Tracer, arithmetic: Arithmetic) -> dict[int, torch.Tensor]:

@@ -92,6 +92,30 @@ class Attention(Frozen):
     backend: str = ""
 
 
+class Composite(Frozen):
+    """What a composite op (fused experts, a mixer) gives for drawn weights and inputs (`ir.drawn`): its function, as numbers."""
+
+    alike: tuple[str, ...]
+    """Modules of the same class, shapes and settings: by the layer's name where the op is called with one, else by path."""
+    failed: str = ""
+    """Why there is no result; nothing else is given then."""
+    op: str = ""
+    inputs: tuple[tuple[str, tuple[int, ...], str], ...] = ()
+    """(argument, shape, dtype) of every tensor it was given, in the schema's order; the position is the slot that it is drawn for."""
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    layer: int = 0
+    """Of the module that was run: its weights are drawn by their names in that layer."""
+    weights: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """(name, shape) of the parameters that were drawn, as Transformers' model has them."""
+    experts: int = 0
+    """Number of experts, if it has any."""
+    scales: tuple[float, ...] = ()
+    """What the inputs were multiplied by."""
+    results: tuple[str, ...] = ()
+    """For each scale, base64 of the result as little-endian float32, row-major."""
+
+
 class Input(Frozen):
     """An input of an Inductor graph, in call order."""
 
@@ -253,5 +277,7 @@ class InferenceGraph(Frozen):
     parameters: tuple[Parameter, ...]
     tables: tuple[Table, ...]
     attention: tuple[Attention, ...]
+    composites: tuple[Composite, ...] = ()
+    """Empty: not recorded."""
     bodies: dict[str, Body]
     graphs: tuple[Graph, ...]

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from graphalign.align.align import Alignment
-from graphalign.ir.dataflow import Op
+from graphalign.align.inside import Inside, words
 
 ASSUMED = "assumed equal: joined by owner, its inside was not compared"
 
 
-def assumed_anchors(al: Alignment, differing: frozenset[int] = frozenset()) -> dict[int, str]:
-    """The matched composite anchors of the trainer that nothing is known about, with the reason.
-
-    Args:
-        al: the alignment.
-        differing: anchors that are known to compute different functions.
-    """
-    return {op.id: ASSUMED for op in al.training.ops if is_composite(op) and op.id in al.partners and op.id not in differing}
+def assumed_anchors(inside: Inside) -> dict[int, str]:
+    """The matched composite anchors of the trainer of which nothing is known, with the reason."""
+    return {op: f"{ASSUMED} ({why})" for op, why in inside.assumed.items()}
 
 
-def is_composite(op: Op) -> bool:
-    """Whether an op stands for a whole subgraph on the other side."""
-    return op.kind == "anchor" and op.target == "composite"
+def compared_anchors(inside: Inside) -> dict[int, str]:
+    """Those that were compared and are the same function, with what was measured."""
+    return {op: f"the same function: {words(found)}" for op, found in inside.equal.items()}

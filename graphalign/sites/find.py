@@ -17,13 +17,14 @@ from graphalign.align.align import Alignment, Pair, Progress, align, prepare
 from graphalign.align.anchors import compare_anchors
 from graphalign.align.check import EXACT, QUERY_KEY, Check, Confirmation, Edit, check
 from graphalign.align.edges import Comparison, Finding, compare
+from graphalign.align.inside import Inside, compare_inside
 from graphalign.evaluate.aten import FACTORIES, base
 from graphalign.ir.collector import paused
 from graphalign.ir.dataflow import Dataflow, Op
 from graphalign.ir.inference import InferenceGraph
 from graphalign.ir.training import TrainingGraph
 from graphalign.rules import rules_dir
-from graphalign.sites.assumed import assumed_anchors
+from graphalign.sites.assumed import assumed_anchors, compared_anchors
 from graphalign.sites.diagram_data import draw
 from graphalign.sites.divergence import Divergence, Parting, explained, find_misplaced, find_partings, label
 from graphalign.sites.ends import Ends, layer_of, pattern_of
@@ -68,7 +69,8 @@ def diff_pair(pair: Pair, rules: Path, progress: Progress | None = None, started
     comparison = compare(al)
     compared = time.perf_counter()
     say("check", 0.0)
-    differences = compare_anchors(pair, al)
+    inside = compare_inside(pair, al)
+    differences = compare_anchors(pair, al) + inside.differences()
     divergence = find_partings(al, comparison, differences, pair.unfolded, pair.capture_i.header.notes)
     comparison.findings = [_withdrawn(f) if f.consumer in divergence.behind else f for f in comparison.findings]
     proposed = [f for f in comparison.findings if f.verdict in ("keep", "round")]
@@ -84,7 +86,7 @@ def diff_pair(pair: Pair, rules: Path, progress: Progress | None = None, started
     checked = time.perf_counter()
     say("check", 1.0)
     say("report", 0.0)
-    report = _Builder(pair, al, comparison, result, Namer(al, load_group_rules(rules)), divergence).build(
+    report = _Builder(pair, al, comparison, result, Namer(al, load_group_rules(rules)), divergence, inside).build(
         {"align": aligned - started, "compare": compared - aligned, "check": checked - compared}, len(assumed)
     )
     say("report", 1.0)
@@ -137,13 +139,14 @@ class _Builder:
         result: Check,
         namer: Namer,
         divergence: Divergence,
+        inside: Inside,
     ) -> None:
         self.pair, self.al, self.comparison, self.check, self.namer = pair, al, comparison, result, namer
         self.divergence = divergence
         self.inference, self.training = pair.capture_i, pair.capture_t
         self.t, self.i = al.training, al.inference
         self.ends = Ends(self.training, al.training)
-        self.assumed = assumed_anchors(al)
+        self.assumed, self.compared = assumed_anchors(inside), compared_anchors(inside)
 
     def build(self, seconds: dict[str, float], assumed: int = 0) -> Report:
         """The report."""
@@ -181,7 +184,7 @@ class _Builder:
                 ]
             ),
             stats=self._stats(groups, seconds, assumed),
-            nodes=statuses(self.al, self.comparison, self._where, self.assumed),
+            nodes=statuses(self.al, self.comparison, self._where, self.assumed, self.compared),
             notes=tuple(header.notes)
             + tuple(self.training.header.notes)
             + self.i.notes

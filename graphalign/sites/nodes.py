@@ -20,7 +20,9 @@ EDGES = 6
 """Operand edges listed per op."""
 
 
-def statuses(al: Alignment, comparison: Comparison, where: Where, assumed: dict[int, str]) -> tuple[NodeStatus, ...]:
+def statuses(
+    al: Alignment, comparison: Comparison, where: Where, assumed: dict[int, str], compared: dict[int, str]
+) -> tuple[NodeStatus, ...]:
     """One status per op, training side first, in execution order.
 
     Args:
@@ -28,6 +30,7 @@ def statuses(al: Alignment, comparison: Comparison, where: Where, assumed: dict[
         comparison: judged edges.
         where: says where an op is.
         assumed: composite anchors of the trainer that are taken for equal, with the reason.
+        compared: those whose inside was compared, with what was measured.
     """
     by_consumer: dict[int, list[Finding]] = defaultdict(list)
     for f in comparison.findings:
@@ -45,7 +48,7 @@ def statuses(al: Alignment, comparison: Comparison, where: Where, assumed: dict[
                 where=place,
                 status=_status(al, comparison, "training", op),
                 partners=tuple(al.inference.ops[i].name for i in al.partners.get(op.id, ())[:PARTNERS]),
-                reason=_reason(al, comparison, "training", op),
+                reason=compared.get(op.id) or _reason(al, comparison, "training", op),
                 edges=tuple(text(al.training, f) for f in by_consumer.get(op.id, ())[:EDGES]),
                 assumed=assumed.get(op.id, ""),
             )
