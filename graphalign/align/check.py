@@ -88,7 +88,7 @@ class Checker:
         self.arithmetic = replace(pair.arithmetic(CHECK_SEED, rounds=True, layers=pair.checked, shift=1), factors={})
         self.native = run_training.native_constants(pair.capture_t, pair.training, self.arithmetic)
         computed = run_inference.computed_tables(pair.capture_i, pair.inference, self.arithmetic)
-        self.snapped, _ = snap(pair.capture_i, pair.training, self.native, self.arithmetic.positions, computed)
+        self.snapped, _ = snap(pair.capture_i, pair.training, self.native, self.arithmetic.positions, computed, unrounded=True)
         self.inference = run_inference.Run(pair.capture_i, pair.inference, self.arithmetic).run()
         self.partner = self._anchors()
         self.orders: dict[int, tuple[int, ...]] = {}

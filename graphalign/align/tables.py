@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from graphalign.evaluate.trace_training import Tracer
+from graphalign.evaluate.values import round_to
+from graphalign.ir.dataflow import LOW_PRECISION
 from graphalign.ir.inference import InferenceGraph, Table
 
 EPSILON = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
@@ -33,6 +35,8 @@ def snap(
     native: dict[int, torch.Tensor],
     positions: tuple[int, ...],
     computed: dict[str, torch.Tensor] | None = None,
+    *,
+    unrounded: bool = False,
 ) -> tuple[dict[int, torch.Tensor], list[TableMatch]]:
     """Replace each training table by the engine's values where they agree up to the engine's storage format.
 
@@ -46,6 +50,8 @@ def snap(
         native: what the trainer computed, by value id.
         positions: the positions evaluated, one per token.
         computed: tables that the engine's kernels compute, at these positions, by op name.
+        unrounded: for an evaluation that rounds. An element that the engine's format rounds to what the engine holds stays what the
+            trainer computed: whether the trainer rounds it must show. One that rounds to a neighbour (FP32 noise at a tie) is the engine's.
 
     Returns:
         Op index to float64 values that both sides use, and one match per table.
@@ -55,6 +61,7 @@ def snap(
     by_position: list[tuple[tuple[str, ...], str, torch.Tensor]]
     by_position = [((t.name,), t.dtype, rows) for t in capture.tables if (rows := _rows(t, positions)) is not None]
     by_position += _distinct(computed or {}, len(positions))
+    formats = {t.name: t.dtype for t in capture.tables} | dict.fromkeys(computed or {}, "float32")
     whole = [(t, data) for t in capture.tables if (data := _whole(t)) is not None]
     for value, op in tracer.table_of_value.items():
         data = native.get(value)
@@ -81,11 +88,19 @@ def snap(
             continue
         if best[0] <= 1.0:
             names = [n for named, worst, picked in candidates if worst <= 1.0 and torch.equal(picked, best[1]) for n in named]
-            snapped[op] = torch.view_as_complex(best[1].contiguous()) if turned else best[1]
+            values = _trainers(data.double(), best[1], formats[names[0]]) if unrounded else best[1]
+            snapped[op] = torch.view_as_complex(values.contiguous()) if turned else values
             matches.append(TableMatch(op, names[0], best[0], tuple(names)))
         else:
             matches.append(TableMatch(op, "", best[0]))
     return snapped, matches
+
+
+def _trainers(own: torch.Tensor, engine: torch.Tensor, dtype: str) -> torch.Tensor:
+    """The trainer's elements where the engine's format rounds them to the engine's, elsewhere the engine's."""
+    if dtype not in LOW_PRECISION:
+        return engine
+    return torch.where(round_to(own, dtype) == engine, own, engine)
 
 
 def as_real(data: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ COMPLETE = {
     "exaone4": {"norm_weight": 21, "post_norm": 10, "residual_rmsnorm": 2, "rope": 32, "swiglu": 5},
     "apertus": {"norm_weight": 17, "residual_rmsnorm": 16, "residual_stream": 7, "rope": 32, "xielu": 32},
     "lfm2": {"norm_weight": 13, "residual_rmsnorm": 16, "residual_stream": 7, "rope": 16, "swiglu": 4},
-    "ernie45_dense": {"norm_weight": 9, "residual_rmsnorm": 16, "residual_stream": 7, "swiglu": 4},
+    "ernie45_dense": {"norm_weight": 9, "residual_rmsnorm": 16, "residual_stream": 7, "rope": 16, "swiglu": 4},
     "exaone_moe": {"norm_weight": 17, "residual_rmsnorm": 16, "residual_stream": 10, "rope": 24, "router_logits": 3, "swiglu": 4},
     "falcon_h1": {
         "anchor_into_mul": 4,
@@ -252,6 +252,19 @@ def test_a_clamp_that_the_engine_drops_is_named() -> None:
     assert {e.what for e in found.semantic} == {"aten.clamp_.default"}
     assert sum(e.count for e in found.semantic) == 12
     assert set(counts(found)) == {"norm_weight", "residual_rmsnorm", "residual_stream"}
+
+
+def test_tables_that_only_the_engine_rounds_are_sites() -> None:
+    """ERNIE 4.5: the trainer's cosines and sines stay FP32, the engine's table is BF16."""
+    rope = [s for g in report("ernie45_dense").groups if g.name == "rope" for s in g.sites]
+    assert {(s.kind, s.producer.op, s.training, s.inference) for s in rope} == {("round", "table", (), ("bfloat16",))}
+    assert sorted(s.consumer.text for s in rope) == [
+        "k.float() * cos",
+        "q.float() * cos",
+        "rotate_half(k).float() * sin",
+        "rotate_half(q).float() * sin",
+    ]
+    assert all(s.layers == (0, 1, 2, 3) for s in rope)
 
 
 def test_a_parameter_that_the_engine_does_not_read_is_named() -> None:

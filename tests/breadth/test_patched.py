@@ -7,10 +7,12 @@ import functools
 import pytest
 
 from graphalign.align.pair import prepare
+from graphalign.capture.training import record_forward
 from graphalign.ir.args import references
 from graphalign.ir.files import read_json
 from graphalign.ir.training import TrainingGraph, Value
 from graphalign.patch.make import make_spec
+from graphalign.rewrite.apply import apply
 from graphalign.rules import rules_dir
 from graphalign.sites.find import diff
 from graphalign.sites.report import Report
@@ -18,6 +20,7 @@ from graphalign.verify.composites import composite_ends
 from graphalign.verify.formats import changed_formats
 from graphalign.verify.verdict import Proof
 from tests.breadth.captured import CAPTURES, captures, counts, report
+from tests.breadth.models import build
 
 PATCHED = {
     "mixtral": 0,
@@ -146,3 +149,13 @@ def test_a_gemm_that_reads_another_format_is_a_problem() -> None:
     assert any("mm in model.layers.0.self_attn.q_proj reads (float32, " in line for line in found)
     problems = Proof(report("mixtral"), patched("mixtral"), make_spec(report("mixtral")), formats=tuple(found)).problems
     assert any(p.startswith("the patch changes what GEMMs or attention read: ") for p in problems)
+
+
+def test_rounded_tables_are_patched_at_their_readers() -> None:
+    """ERNIE 4.5: the rotary module is outside the layers and stays as it is; its FP32 tables are rounded where a layer reads them."""
+    stock = report("ernie45_dense")
+    model = build("ernie45_dense")
+    with apply(model, make_spec(stock, only=["rope"]), allow_stale=True):
+        found = diff(captures("ernie45_dense")[0], record_forward(model))
+    assert counts(found) == {k: n for k, n in counts(stock).items() if k != "rope"}
+    assert counts(stock)["rope"] == 16

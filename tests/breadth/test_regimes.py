@@ -20,7 +20,7 @@ from graphalign.sites.find import diff
 from tests.breadth.captured import captures, counts, report
 from tests.fixtures import recorded
 
-AUTOCAST = {"master_weight": 28, "norm_weight": 12, "swiglu": 6}
+AUTOCAST = {"master_weight": 28, "norm_weight": 12, "rope": 24, "swiglu": 6}
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +51,9 @@ def test_fp32_weights_under_autocast_have_their_own_sites() -> None:
     assert found.stats["check"]["equal_with_sites"] == 1.0
     # the engine's BF16 weights are rounded, the trainer's masters are not
     assert next(g for g in found.groups if g.name == "master_weight").kind == "round"
+    # so are its cosines and sines
+    rope = next(g for g in found.groups if g.name == "rope")
+    assert {(s.kind, s.producer.op) for s in rope.sites} == {("round", "table")}
 
 
 def test_attention_reads_what_autocast_casts() -> None:
