@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from graphalign.engines.gpu.targets import CPU, find_target
+from graphalign.engines.quantised import refuse_quantised
 from graphalign.errors import BadInputError, CaptureFailedError, CaptureFileError
 from graphalign.ir.files import read_json, write_bytes
 from graphalign.ir.inference import InferenceGraph
@@ -67,12 +68,13 @@ def capture_inference(
         entry: for a GPU, whose defaults apply: those of the `LLM` class or of the server.
 
     Raises:
-        BadInputError: `model_dir`, `python` or `out` cannot be used.
+        BadInputError: `model_dir`, `python` or `out` cannot be used, or the model is quantised.
         CaptureFailedError: the engine refused the model, died, or did not finish in time.
     """
     model = Path(model_dir)
     if not (model / "config.json").is_file():
         raise BadInputError(f"{model} holds no config.json", where=str(model), hint="give the directory of a model")
+    refuse_quantised(model, engine_args)
     gpu = find_target(target)
     _check_ranks(engine_args or {}, gpu is not None)
     if gpu is not None and (values or rollouts or weights == "real"):

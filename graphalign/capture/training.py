@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphalign.capture.adapted import no_compiled_kernels, refuse_compiled, without_adapters
 from graphalign.capture.attention import composite_attention, one_sequence
 from graphalign.capture.recorder import Recorder, Watch, anchor_scope, record
 from graphalign.engines.trainer import build_trainer, parse_dtype
@@ -57,7 +58,7 @@ def capture_training(
         then: called with the module after it was recorded.
 
     Raises:
-        BadInputError: a wrong option, folder, config or factory.
+        BadInputError: a wrong option, folder, config or factory; a quantised or compiled model.
         CaptureFailedError: the model could not be built, or its forward failed.
     """
     say = progress or (lambda line: None)
@@ -79,12 +80,16 @@ def capture_training(
     else:
         raise BadInputError("no model to capture", hint="give a model folder, a module, or factory=package.module:function")
     built = time.perf_counter()
-    say(f"recording {tokens} tokens")
-    graph = record_forward(module, tokens=tokens, autocast=autocast, grad=grad, name=name, logprobs=logprobs)
+    refuse_compiled(module)
+    with without_adapters(module) as (bare, said), no_compiled_kernels():
+        say(said or f"recording {tokens} tokens")
+        graph = record_forward(bare, tokens=tokens, autocast=autocast, grad=grad, name=name, logprobs=logprobs)
+    header = graph.header
     timings = {"build": built - started, "record": time.perf_counter() - built}
+    notes = (said, *header.notes) if said else header.notes
     if then is not None:
         then(module)
-    return graph.model_copy(update={"header": graph.header.model_copy(update={"timings": timings})})
+    return graph.model_copy(update={"header": header.model_copy(update={"timings": timings, "notes": notes})})
 
 
 def record_forward(

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from graphalign.engines.flash import needs_stand_in, stand_in
+from graphalign.engines.quantised import refuse_quantised
 from graphalign.errors import BadInputError, CaptureFailedError
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
@@ -56,6 +57,7 @@ def build_trainer(
     found = path.is_dir() and any(next(path.glob(p), None) for p in WEIGHT_FILES)
     if weights == "checkpoint" and not found:
         raise BadInputError(f"no weights in {path}", where=str(path), hint="put *.safetensors there, or use dummy weights")
+    refuse_quantised(path)
     with quiet():
         config = load_config(path, trust_remote_code=trust_remote_code)
         truncate(config, layers)
