@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from graphalign.errors import PatchNotLiveError
 from graphalign.rewrite.units import UnitEdit
+from graphalign.rewrite.wrapped import with_dora
 
 _DEAD_STANCES = frozenset({"force_eager", "eager_on_recompile", "eager_then_compile", "aot_eager_then_compile"})
 
@@ -142,6 +143,11 @@ def not_executed(
         raise PatchNotLiveError(what, where=str(problems[-1]), hint="regenerate the patch with `graphalign find`")
     left = [e for e in edits if e.id not in executed]
     where = "not executed: " + "; ".join(map(_show, left[:4])) + (f"; and {len(left) - 4} more" if len(left) > 4 else "")
+    if dora := with_dora(unit.named_modules()):
+        raise PatchNotLiveError(
+            what, where=f"{where}\nDoRA adapters, whose weight norms break the graph: on {', '.join(dora[:4])}",
+            hint="train with LoRA (use_dora=False), or merge the adapter before the patch is applied",
+        )  # fmt: skip
     hooked = [n for n, m in unit.named_modules() if m is not unit and (m._forward_hooks or m._forward_pre_hooks)]
     if traced and hooked:
         raise PatchNotLiveError(

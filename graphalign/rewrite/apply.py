@@ -22,6 +22,7 @@ from graphalign.rewrite.formats import moved
 from graphalign.rewrite.live import ORIGINAL, patched_class, root_class
 from graphalign.rewrite.trial import run_trial
 from graphalign.rewrite.units import UnitEdit, edits_by_unit, find_units
+from graphalign.rewrite.wrapped import refuse_sharded
 
 log = logging.getLogger("graphalign")
 
@@ -86,6 +87,7 @@ def apply(model: nn.Module, spec: PatchSpec | str | Path, *, allow_stale: bool =
     units = find_units(model, list(edits))
     _refuse_overlap(units)
     _refuse_compiled(units)
+    refuse_sharded(model, units)
     _refuse_stale(model, units, spec, allow_stale)
     dtypes = {name: _check_regime(name, unit, spec) for name, unit in units.items()}
     edits = {name: _as_traced(units[name], found) for name, found in edits.items()}

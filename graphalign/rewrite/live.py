@@ -20,6 +20,7 @@ from graphalign.rewrite.beside import Path, put, split, substitute
 from graphalign.rewrite.capturing import without_idle_hooks
 from graphalign.rewrite.edit import ENTRY, rewrite
 from graphalign.rewrite.units import UnitEdit
+from graphalign.rewrite.wrapped import FULLGRAPH, reduce_ex
 
 RECOMPILE_LIMIT = 256
 """Graphs per patched class: one for each combination of grad mode, train or eval, mask, batch one or more, …"""
@@ -219,9 +220,10 @@ def _subclass(cls: type[nn.Module], methods: dict[str, Callable[..., Any]]) -> t
     """A subclass with the same name, whose methods an outer torch.compile calls instead of tracing them."""
     body: dict[str, Any] = {
         "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, ORIGINAL: cls,
+        "__reduce_ex__": reduce_ex(cls),
     }  # fmt: skip
     for name, method in methods.items():
-        body[name] = torch._dynamo.disable(method, recursive=False)  # type: ignore[no-untyped-call]
+        body[name] = torch._dynamo.disable(method, recursive=False, reason=FULLGRAPH)  # type: ignore[no-untyped-call]
     made: type[nn.Module] = types.new_class(cls.__name__, (cls,), exec_body=lambda namespace: namespace.update(body))
     return made
 
