@@ -48,7 +48,7 @@ def _fsdp_module() -> type | None:
 
 def with_dora(modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
     """Names of modules that hold DoRA adapters (peft 0.21: a `lora_magnitude_vector` that is not empty)."""
-    return [n for n, m in modules if len(getattr(m, "lora_magnitude_vector", None) or ())]
+    return [n for n, m in modules if len(getattr(m, "lora_magnitude_vector", ())) > 0]
 
 
 class _Class:
@@ -69,10 +69,11 @@ class _Class:
 
 
 def _make(made: _Class) -> Any:
-    return made.cls.__new__(made.cls)
+    cls: Any = made.cls
+    return cls.__new__(cls)
 
 
-def reduce_ex(cls: type) -> Callable[[Any, Any], Any]:
+def reduce_ex(cls: Any) -> Callable[[Any, Any], Any]:
     """`__reduce_ex__` of a patched class made from `cls`: copies as ever, pickles not."""
 
     def reduce(self: Any, protocol: Any) -> Any:
