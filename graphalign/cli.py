@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 BUG, SEMANTIC, INTERRUPTED, TERMINATED = 1, 3, 130, 143
 ORDER = (
-    "find", "capture", "diff", "why", "show", "render", "patch", "apply", "check", "schema", "drift", "compare", "targets", "verify",
-    "clusters", "rules",
+    "find", "capture", "diff", "why", "show", "render", "patch", "apply", "check", "source", "schema", "drift", "compare", "targets",
+    "verify", "clusters", "rules",
 )  # fmt: skip
 """Commands as `--help` lists them."""
 
@@ -242,6 +242,7 @@ def main() -> NoReturn:
     import graphalign.cli_find
     import graphalign.cli_patch
     import graphalign.cli_render
+    import graphalign.cli_source
     import graphalign.cli_targets
     import graphalign.cli_verify  # noqa: F401  (these register their commands)
 

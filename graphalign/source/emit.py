@@ -1,0 +1,187 @@
+"""Text edits at spans: comments and layout of the stock file stay as they are."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from graphalign.errors import PatchError
+from graphalign.ir.paths import layer_of
+from graphalign.source.guard import guard
+from graphalign.source.plan import Change, Layers
+from graphalign.source.spans import Spans
+
+CASTS = frozenset({"to", "type_as", "float", "bfloat16", "half", "type"})
+"""Methods that change the dtype."""
+
+
+@dataclass(frozen=True)
+class _Text:
+    """One text edit: bytes `start` to `end` become `text`. At one place, suffixes of inner expressions come first."""
+
+    start: int
+    end: int
+    text: str
+    order: tuple[int, int]
+
+
+class Emitter:
+    """Writes changes into the text.
+
+    Args:
+        spans: of the stock text.
+        low: name of the format that is rounded to, `bfloat16`.
+        model: tells where a module keeps its layer number.
+        modules: span to the modules that evaluate it.
+    """
+
+    def __init__(self, spans: Spans, low: str, model: nn.Module, modules: Mapping[int, set[str]]) -> None:
+        self.spans, self.low, self.model, self.modules = spans, f"torch.{low}", model, modules
+        self.source = spans.text.encode()
+        starts = [0]
+        for line in spans.text.split("\n"):
+            starts.append(starts[-1] + len(line.encode()) + 1)
+        self.starts = starts
+        self.sets: dict[Layers, str] = {}
+        self.guards: dict[int, tuple[Layers, Layers]] = {}
+        """See `guard.find_guards`."""
+
+    def write(self, changes: Mapping[int, Change]) -> str:
+        """The changed text.
+
+        Raises:
+            PatchError: a change cannot be written at its expression.
+        """
+        edits: list[_Text] = []
+        for span, change in sorted(changes.items()):
+            edits += self._edit(span, change)
+        for span, (layers, every) in self.guards.items():
+            line, text = guard(self.spans, span, layers, every, lambda x, s=span: self._condition(s, x))  # type: ignore[misc]
+            at = self._offset(line, 0)
+            edits.append(_Text(at, at, text + "\n", (0, 0)))
+        out = self.source
+        for e in sorted(edits, key=lambda e: (e.start, e.order), reverse=True):
+            out = out[: e.start] + e.text.encode() + out[e.end :]
+        return self._with_sets(_without_unused_dtypes(out.decode(), self.spans.text))
+
+    def _edit(self, span: int, change: Change) -> list[_Text]:
+        node = self.spans.nodes[span]
+        start, end = self._offset(node.lineno, node.col_offset), self._offset(node.end_lineno or 0, node.end_col_offset or 0)
+        out: list[_Text] = []
+        if change.literal:
+            p = self.spans.parent(span)
+            assert isinstance(p, ast.Attribute)
+            out.append(_Text(start, self._offset(p.end_lineno or 0, p.end_col_offset or 0), self.low, (2, 0)))
+            return out
+        if change.uncast:
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CASTS):
+                raise PatchError(
+                    "a rounding inside a call must go, and only casts can be taken out", where=self.spans.show(span),
+                    hint="use `graphalign.apply`",
+                )  # fmt: skip
+            dot = self.source.rindex(
+                b".", 0, self._offset(node.func.end_lineno or 0, node.func.end_col_offset or 0) - len(node.func.attr) + 1
+            )
+            out.append(_Text(dot, end, "", (2, 0)))
+        suffix = self._suffix(span, change)
+        if suffix:
+            wrap = isinstance(node, ast.BinOp | ast.UnaryOp | ast.IfExp | ast.Compare)
+            bracketed = self.source[start - 1 : start] == b"(" and self.source[end : end + 1] == b")"
+            inner = wrap and bracketed and not isinstance(self.spans.parent(span), ast.Call | ast.keyword)
+            if wrap and not inner:
+                out.append(_Text(start, start, "(", (0, start - end)))
+            at = end + 1 if inner else end
+            out.append(_Text(at, at, (")" if wrap and not inner else "") + suffix, (1, end - start)))
+        return out
+
+    def _suffix(self, span: int, c: Change) -> str:
+        up = ".float()" if c.up else ""
+        if c.up and c.up_in is not None:
+            up = f".to(torch.float32 if {self._condition(span, c.up_in)} else {self.low})"
+        down = f".to({self.low})" if c.down else ""
+        if c.down and c.down_in is not None:
+            if c.up and c.up_in is not None and not c.up_in & c.down_in:
+                return up  # one condition says both
+            down = f".to({self.low} if {self._condition(span, c.down_in)} else torch.float32)"
+        return down + up
+
+    def _condition(self, span: int, layers: Layers) -> str:
+        numbers = sorted(x for x in layers if x is not None)
+        index = self._layer_index(span)
+        if len(numbers) == 1:
+            return f"{index} == {numbers[0]}"
+        every = {layer_of(n) for n in self.modules[span]}
+        if every - set(layers) == {0}:
+            return f"{index} > 0"
+        name = self.sets.setdefault(layers, f"_LAYERS_{chr(ord('A') + len(self.sets))}")
+        return f"{index} in {name}"
+
+    def knows_layer(self, span: int) -> bool:
+        """Whether the function that a span is in can tell its layer's number."""
+        try:
+            return bool(self._layer_index(span))
+        except PatchError:
+            return False
+
+    def _layer_index(self, span: int) -> str:
+        """The expression that gives the layer number where a span is evaluated."""
+        names = sorted(self.modules[span])
+        function = self.spans.functions[span]
+        modules = {n: self.model.get_submodule(n) for n in names}
+        owner = function.rpartition(".")[0]
+        if owner and all(any(c.__name__ == owner for c in type(m).__mro__) for m in modules.values()):
+            first = next(iter(modules.values()))
+            for path in ("", *(f"{n}." for n, _ in first.named_children())):
+                found = [_attribute(m, f"{path}layer_idx") for m in modules.values()]
+                if found == [layer_of(n) for n in names]:
+                    return f"self.{path}layer_idx"
+        raise PatchError(
+            f"layers differ in {function or 'the file'}, which does not know its layer's number", where=self.spans.show(span),
+            hint="use `graphalign.apply`, which tells layers apart",
+        )  # fmt: skip
+
+    def _with_sets(self, text: str) -> str:
+        """Constants for the sets of layers, behind the imports."""
+        if not self.sets:
+            return text
+        lines = text.split("\n")
+        last = max(n.end_lineno or 0 for n in ast.parse(text).body if isinstance(n, ast.Import | ast.ImportFrom))
+        made = [
+            f"{name} = frozenset({{{', '.join(str(x) for x in sorted(x for x in s if x is not None))}}})" for s, name in self.sets.items()
+        ]
+        return "\n".join([*lines[:last], "", *made, *lines[last:]])
+
+    def _offset(self, line: int, column: int) -> int:
+        return self.starts[line - 1] + column
+
+
+def _attribute(m: object, path: str) -> object:
+    for part in path.split("."):
+        m = getattr(m, part, None)
+    return m
+
+
+def _without_unused_dtypes(text: str, stock: str) -> str:
+    """Without `input_dtype = x.dtype` where the deleted cast was the only reader."""
+    before = {s for f in _functions(stock) for s in _unused(f)}
+    gone = {line for f in _functions(text) for (name, value), line in _unused(f).items() if (name, value) not in before}
+    return "\n".join(x for i, x in enumerate(text.split("\n"), 1) if i not in gone)
+
+
+def _functions(text: str) -> list[ast.FunctionDef]:
+    return [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef)]
+
+
+def _unused(f: ast.FunctionDef) -> dict[tuple[str, str], int]:
+    loads = Counter(n.id for n in ast.walk(f) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load))
+    out = {}
+    for s in f.body:
+        if isinstance(s, ast.Assign) and len(s.targets) == 1 and isinstance(s.targets[0], ast.Name) and not loads[s.targets[0].id]:
+            value = ast.unparse(s.value)
+            if value.endswith(".dtype") or (value.startswith("torch.") and value.count(".") == 1):
+                out[s.targets[0].id, value] = s.lineno
+    return out

@@ -1,0 +1,296 @@
+"""Chooses the casts of the generated file: which expression gets which, in which layers.
+
+An op that must compute in FP32 gets an upcast operand where none arrives in FP32. A cast that an unrounded path crosses goes. Every
+path to a rounded read is cut at its earliest expression behind which nobody reads the value unrounded: in any layer if there is one,
+else in the layers where that holds. Whether the choice is right is for `verify` to say.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from graphalign.errors import PatchError
+from graphalign.ir.paths import layer_of
+from graphalign.source.flow import Flow
+from graphalign.source.spans import Spans
+from graphalign.source.watch import Op, Seen
+
+PROMOTES = frozenset({"add", "sub", "mul", "div", "rsub", "cat", "where", "maximum", "minimum"})
+"""ATen ops for which one FP32 operand (of at least one dimension) is enough."""
+Layers = frozenset[int | None]
+
+
+@dataclass
+class Change:
+    """What one expression gets. Layers: where; None for all that run it."""
+
+    up: bool = False
+    down: bool = False
+    uncast: bool = False
+    literal: bool = False
+    """It is read for its dtype, which is no longer the one that was meant."""
+    up_in: Layers | None = None
+    down_in: Layers | None = None
+    uncast_in: Layers | None = None
+    serves: set[str] = field(default_factory=set)
+
+
+class Planner:
+    """Args: the trace's flow, and the file's spans."""
+
+    def __init__(self, flow: Flow, spans: Spans) -> None:
+        self.flow, self.spans = flow, spans
+        self.changes: dict[int, Change] = defaultdict(Change)
+        self.cut: set[int] = set()
+        """Casts of the stock file that stay: events."""
+        self.ends: dict[int, list[int]] = defaultdict(list)
+        for i, e in enumerate(flow.events):
+            if isinstance(e, Seen):
+                self.ends[e.span].append(i)
+
+    def run(self) -> dict[int, Change]:
+        """The changes, by span.
+
+        Raises:
+            PatchError: two demands meet in one expression and no condition on the layer parts them; names it and its line.
+        """
+        self._existing_casts()
+        self._upcasts()
+        self._cuts()
+        self._dtype_reads()
+        self._round_edits()
+        return {k: c for k, c in self.changes.items() if c.up or c.down or c.uncast or c.literal}
+
+    # -- casts of the stock file ------------------------------------------------------------------------------------------
+
+    def _existing_casts(self) -> None:
+        casts: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for i, e in self.flow.ops.items():
+            if self.flow.rounds(i) and e.here:
+                j = next((j for j in self.flow.seen[e.outs[0]] if j > i), None)
+                if j is not None:
+                    casts[self._span(j)].append((i, j))
+        for span, found in casts.items():
+            hot = [(i, j) for i, j in found if self.flow.read_unrounded(self._value(j), j)]
+            if not hot:
+                self.cut |= {i for i, _ in found}
+                continue
+            self.changes[span].uncast = True
+            self.flow.add_roots({r for i, _ in found for r in self.flow.roots_of(self.flow.ops[i].ins[0])})
+
+    # -- ops that compute in FP32 -----------------------------------------------------------------------------------------
+
+    def _upcasts(self) -> None:
+        alike: dict[tuple[str, str, int | None], list[int]] = defaultdict(list)
+        for i, e in self.flow.ops.items():
+            if not e.transparent and e.outs:
+                alike[e.function, e.op, self._span_doing(i)].append(i)
+        for i in sorted(self.flow.wide):
+            e = self.flow.ops[i]
+            others = alike[e.function, e.op, self._span_doing(i)]
+            narrow = [k for k in others if k not in self.flow.wide and self.flow.low(self.flow.ops[k].outs[0])]
+            where = self._layers_apart([i, *(k for k in others if k in self.flow.wide)], narrow, i) if narrow else None
+            arrives = [self._arrives_wide((i, s)) and self.flow.dims[u] > 0 for s, u in enumerate(e.ins)]
+            if e.op in PROMOTES and any(arrives):
+                continue
+            low = [s for s, u in enumerate(e.ins) if self.flow.low(u) and not arrives[s]]
+            for s in low[:1] if e.op in PROMOTES else low:
+                span = self._operand_span((i, s))
+                if span is None:
+                    raise PatchError(
+                        f"{e.op} in {e.function} must compute in FP32, and no expression of this file yields its operand {s}",
+                        where=f"{e.module}", hint="the op runs inside a function of another file: `graphalign.apply` patches it",
+                    )  # fmt: skip
+                c = self.changes[span]
+                c.up = True
+                if where is not None:
+                    c.up_in = where
+                c.serves.add(e.op)
+
+    def _layers_apart(self, yes: list[int], no: list[int], at: int) -> Layers:
+        """The layers of some ops, if no other op lies in one of them."""
+        a = frozenset(layer_of(self.flow.ops[i].module) for i in yes)
+        b = frozenset(layer_of(self.flow.ops[i].module) for i in no)
+        if a & b or None in a | b:
+            e, other = self.flow.ops[at], self.flow.ops[no[0]]
+            span = self._span_doing(at)
+            raise PatchError(
+                f"one expression must compute in FP32 in {e.module} and not in {other.module}",
+                where=self.spans.show(span) if span is not None else f"{e.op} in {e.function}",
+                hint="use `graphalign.apply`, which tells places apart, or leave a group out: `graphalign patch --except GROUP`",
+            )
+        return a
+
+    def _arrives_wide(self, read: tuple[int, int]) -> bool:
+        u = self.flow.operand(read)
+        return not self.flow.low(u) or (read in self.flow.unrounded and bool(self.flow.roots_of(u) & self.flow.roots))
+
+    # -- cutting paths to rounded reads -----------------------------------------------------------------------------------
+
+    def _cuts(self) -> None:
+        widened = self.flow.widened()
+        for u in sorted(widened):
+            for read in self.flow.readers[u]:
+                if self.flow.needs_rounded(read):
+                    for root in sorted(widened[u]):
+                        self._cut(root, u, read)
+
+    def _cut(self, root: int, u: int, read: tuple[int, int]) -> None:
+        path, crossed = self._path(root, u)
+        stays_wide = not self.flow.low(self.flow.ops[root].outs[0]) and not any(self.flow.low(v) for v in path)
+        if crossed or stays_wide:
+            return
+        reader = read[0]
+        found = self._candidates(path, reader)
+        # a cut that is there already
+        for j, span, kind in found:
+            c = self.changes.get(span)
+            if c is not None and c.down and (c.down_in is None or self._layer(j) in c.down_in) and self._safe(span, kind, {self._layer(j)}):
+                return
+        usable = [(j, s, k) for j, s, k in found if not self.changes[s].uncast]
+        for _, span, kind in usable:
+            if self._safe(span, kind, None):
+                self._down(span, None, read)
+                return
+        for j, span, kind in usable:
+            layer = self._layer(j)
+            if layer is None or not self._safe(span, kind, {layer}):
+                continue
+            layers = {self._layer(k) for k in self.flow.evaluations[span]}
+            if None in layers:
+                continue
+            self._down(span, frozenset(x for x in layers if self._safe(span, kind, {x})), read)
+            return
+        e = self.flow.ops[reader]
+        last = found[-1][1] if found else None
+        raise PatchError(
+            f"{e.op} in {e.function} reads rounded what other reads take unrounded, and no expression on the way is free of them",
+            where=(self.spans.show(last) if last is not None else f"{e.op} in {e.function}") + f"; in {e.module}",
+            hint="use `graphalign.apply`, which tells places apart, or leave a group out: `graphalign patch --except GROUP`",
+        )
+
+    def _down(self, span: int, layers: Layers | None, read: tuple[int, int]) -> None:
+        c = self.changes[span]
+        if c.down and c.down_in is None:
+            return
+        c.down_in = None if layers is None else layers | (c.down_in or frozenset())
+        c.down = True
+        c.serves.add(self.flow.ops[read[0]].op)
+
+    def _path(self, root: int, u: int) -> tuple[list[int], bool]:
+        """Values from a root's result to `u`, and whether a cast that stays lies between. Cut short at a join of two widened values."""
+        path, crossed, v = [u], False, u
+        widened = self.flow.widened()
+        while (m := self.flow.maker.get(v)) is not None and m != root and self.flow.ops[m].transparent:
+            crossed |= m in self.cut
+            back = [x for x in self.flow.ops[m].ins if root in widened.get(x, ())]
+            if len(set(back)) > 1:
+                break
+            v = back[0] if back else self.flow.ops[m].ins[0]
+            path.insert(0, v)
+        return path, crossed
+
+    def _candidates(self, path: list[int], reader: int) -> list[tuple[int, int, str]]:
+        """Evaluations where the value may be rounded, in order: (event, span, kind)."""
+        last = max((j for v in path for j in self.flow.seen[v] if j < reader), default=-1)
+        out = []
+        for v in path:
+            for n, j in enumerate(k for k in self.flow.seen[v] if k < reader):
+                span = self._span(j)
+                call = isinstance(self.spans.nodes[span], ast.Call)
+                if n == 0 or call:
+                    out.append((j, span, ""))
+                elif j == last:
+                    out.append((j, span, "last"))
+                elif (c := self.spans.call_around(span)) is not None and j < reader < self._end(c, j):
+                    out.append((j, span, "argument"))
+        return sorted(out)
+
+    def _end(self, call: int, after: int) -> int:
+        return next((k for k in self.ends[call] if k > after), -1)
+
+    def _safe(self, span: int, kind: str, layers: set[int | None] | None) -> bool:
+        """Whether rounding an expression's value changes no unrounded read, over all its evaluations (in some layers)."""
+        events = [j for j in self.flow.evaluations[span] if layers is None or self._layer(j) in layers]
+        if kind == "argument":
+            call = self.spans.call_around(span)
+            return call is not None and not any(
+                (end := self._end(call, j)) < 0 or self.flow.read_unrounded(self._value(j), j, end) for j in events
+            )
+        if kind == "last":
+            return not any(self._next_read_unrounded(j) for j in events)
+        return not any(self.flow.read_unrounded(self._value(j), j) for j in events)
+
+    def _next_read_unrounded(self, j: int) -> bool:
+        u = self._value(j)
+        onward = {i for i, _ in self.flow.onward[u]}
+        following = min((i for i, _ in (*self.flow.readers[u], *self.flow.onward[u]) if i > j), default=None)
+        if following is None:
+            return False
+        if following in onward:
+            return any(self.flow.read_unrounded(v, following) for v in self.flow.ops[following].outs)
+        return any((following, s) in self.flow.unrounded for s, x in enumerate(self.flow.ops[following].ins) if x == u)
+
+    # -- the rest ---------------------------------------------------------------------------------------------------------
+
+    def _dtype_reads(self) -> None:
+        """`x.dtype` of a value that is FP32 now and was not."""
+        widened = self.flow.widened()
+        for span, events in self.flow.evaluations.items():
+            if self.spans.read_for(span) != "dtype":
+                continue
+            hot = [j for j in events if widened.get(self._value(j)) and self.flow.low(self._value(j))]
+            if any(not self.rounded_before(j) for j in hot):
+                self.changes[span].literal = True
+
+    def rounded_before(self, i: int) -> bool:
+        """Whether the value of an evaluation was rounded on its way there, in the generated code."""
+        chain = self.flow.chain(self._value(i))
+        for v in chain:
+            if self.flow.maker.get(v) in self.cut:
+                return True
+            for j in self.flow.seen[v]:
+                c = self.changes.get(self._span(j))
+                first = isinstance(self.spans.nodes[self._span(j)], ast.Call) or j == self.flow.seen[v][0]
+                if j < i and c is not None and c.down and c.down_in is None and first:
+                    return True
+        return False
+
+    def _round_edits(self) -> None:
+        for read in sorted(self.flow.rounded):
+            span = self._operand_span(read)
+            if span is None:
+                e = self.flow.ops[read[0]]
+                raise PatchError(
+                    f"operand {read[1]} of {e.op} in {e.function} must be rounded, and no expression of this file yields it", where=e.module
+                )
+            c = self.changes[span]
+            c.down = True
+            if not self.flow.low(self.flow.operand(read)):
+                c.up = True
+
+    # -- events -----------------------------------------------------------------------------------------------------------
+
+    def _event(self, j: int) -> Seen:
+        e = self.flow.events[j]
+        assert isinstance(e, Seen)
+        return e
+
+    def _span(self, j: int) -> int:
+        return self._event(j).span
+
+    def _value(self, j: int) -> int:
+        return self._event(j).value
+
+    def _layer(self, j: int) -> int | None:
+        return layer_of(self._event(j).module)
+
+    def _span_doing(self, i: int) -> int | None:
+        e: Op = self.flow.ops[i]
+        return next((self._span(j) for u in e.outs[:1] for j in self.flow.seen[u] if j > i), None)
+
+    def _operand_span(self, read: tuple[int, int]) -> int | None:
+        """The expression that yields an operand: the last one before the op."""
+        return next((self._span(j) for j in reversed(self.flow.seen[self.flow.operand(read)]) if j < read[0]), None)

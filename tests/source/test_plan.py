@@ -1,0 +1,109 @@
+"""Where the casts go: recorded models' files, not run with the patch."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from graphalign.errors import PatchError
+from graphalign.source.generate import Generated, generate
+from graphalign.source.verify import in_place
+from graphalign.source.write import changed, files, moved, write
+from tests.breadth import models
+from tests.source.generated import spec
+
+
+@functools.cache
+def file(name: str) -> Generated:
+    return generate(models.build(name), spec(name))
+
+
+def added(name: str) -> list[str]:
+    return [x[1:].strip() for x in file(name).diff.splitlines() if x.startswith("+") and not x.startswith("+++")]
+
+
+def test_qwen3_is_nine_lines() -> None:
+    assert added("qwen3_tail") == [
+        "return self.weight * hidden_states",
+        "down_proj = self.down_proj((self.act_fn(self.gate_proj(x).float()) * self.up_proj(x)).to(torch.bfloat16))",
+        "q_embed = ((q * cos) + (rotate_half(q) * sin)).to(torch.bfloat16)",
+        "k_embed = ((k * cos) + (rotate_half(k) * sin)).to(torch.bfloat16)",
+        '_expect_unrounded(hidden_states, self.self_attn.layer_idx > 0, "hidden_states")',
+        "hidden_states = self.input_layernorm(hidden_states).to(torch.bfloat16)",
+        "hidden_states = residual.float() + hidden_states",
+        "hidden_states = self.post_attention_layernorm(hidden_states).to(torch.bfloat16)",
+        "hidden_states = self.norm(hidden_states).to(torch.bfloat16)",
+    ]
+
+
+@pytest.mark.parametrize("name", ["qwen3_tail", "llama_odd", "gemma2_eager"])
+def test_diffs_fit_on_a_screen(name: str) -> None:
+    assert 0 < file(name).changed_lines <= 15
+
+
+@pytest.mark.parametrize("name", ["qwen3_tail", "gemma2_eager"])
+def test_files_pass_ruff_and_need_nothing_of_ours(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "modeling_aligned.py"
+    write(files(file(name), path, "module"))
+    done = subprocess.run([sys.executable, "-m", "ruff", "check", "--isolated", str(path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    named = {n.module or "" for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ImportFrom)}
+    named |= {a.name for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Import) for a in n.names}
+    assert not [n for n in named if n.startswith("graphalign") or "_dynamo" in n]
+    assert "use_kernel" not in "\n".join(x for x in path.read_text().splitlines() if not x.startswith("#"))
+
+
+def test_the_same_input_gives_the_same_file(tmp_path: Path) -> None:
+    path = tmp_path / "modeling_aligned.py"
+    contents = files(file("qwen3_tail"), path, "module")
+    write(contents)
+    again = generate(models.build("qwen3_tail", seed=3), spec("qwen3_tail"))
+    assert moved(files(again, path, "module")) == []
+    path.write_text(path.read_text().replace("residual.float()", "residual"))
+    assert "residual.float()" in moved(files(again, path, "module"))[0]
+
+
+def test_only_what_changes() -> None:
+    assert changed(file("qwen3_tail")) == {
+        "Qwen3RMSNorm": ["forward"],
+        "Qwen3MLP": ["forward"],
+        "": ["apply_rotary_pos_emb"],
+        "Qwen3DecoderLayer": ["forward"],
+        "Qwen3Model": ["forward"],
+    }
+
+
+def test_what_differs_by_place_is_refused_with_its_expression() -> None:
+    with pytest.raises(PatchError) as e:
+        file("llama4")
+    assert "must compute in FP32 in model.layers.0.input_layernorm and not in model.layers.1.input_layernorm" in e.value.what
+    assert e.value.where == "line 134: output * self.weight"
+
+
+def test_autocast_is_refused() -> None:
+    with pytest.raises(PatchError, match="casts are in no expression"):
+        file("qwen3_autocast")
+
+
+def test_a_forward_on_an_instance_is_refused() -> None:
+    model = models.build("qwen3_tail")
+    model.model.norm.forward = model.model.norm.forward
+    with pytest.raises(PatchError, match=r"model.norm runs a forward of its own"):
+        generate(model, spec("qwen3_tail"))
+
+
+def test_a_rounded_layer_input_raises() -> None:
+    """As FSDP2 rounds it by default."""
+    model = models.build("qwen3_tail")
+    with in_place(model, file("qwen3_tail")):
+        model(input_ids=torch.arange(4)[None])
+        handle = model.model.layers[2].register_forward_pre_hook(lambda m, args: (args[0].bfloat16(), *args[1:]))
+        with pytest.raises(RuntimeError, match="cast_forward_inputs=False"):
+            model(input_ids=torch.arange(4)[None])
+        handle.remove()

@@ -1,0 +1,45 @@
+"""Generated files are bitwise `apply`, leave no site, and have no change too many; a wrong one is noticed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from graphalign.errors import PatchError
+from graphalign.source.generate import generate, parts
+from graphalign.source.verify import Reference, execute, in_place, runs, verify
+from tests.breadth import models
+from tests.source.generated import again, spec, verified
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("name", ["qwen3_tail", "llama_odd", "gemma2_eager"])
+def test_generated_files_are_the_patch(name: str) -> None:
+    assert verified(name).changed_lines <= 15
+
+
+def test_a_wrong_file_is_not_written() -> None:
+    model, patch = models.build("llama_odd"), spec("llama_odd")
+    reference = Reference(model, patch, allow_stale=True)
+    right = generate(model, patch)
+    span, change = next((s, c) for s, c in right.changes.items() if c.down)
+    wrong = right.without(span, parts(change)[0])
+    with pytest.raises(PatchError, match="is not the patch, and was not written"):
+        verify(reference, wrong, None)
+    with in_place(model, right):
+        assert again("llama_odd", model).groups == ()
+    before = execute(model, runs(model)[0])
+    assert before["logits"] is not None
+    assert all((before[n] is None) == (v is None) for n, v in reference.stock.items())
+
+
+def test_a_site_that_remains_is_noticed() -> None:
+    """The recapture is compared with the engine, not with the patch."""
+    model, patch = models.build("llama_odd"), spec("llama_odd")
+    less = patch.model_copy(update={"groups": patch.groups[:1]})
+    reference = Reference(model, less, allow_stale=True)
+    made = replace(generate(model, less), spec=patch)
+    with pytest.raises(PatchError, match="leaves sites"):
+        verify(reference, made, lambda m: again("llama_odd", m))
