@@ -23,7 +23,7 @@ def refuse_sharded(model: nn.Module, units: dict[str, nn.Module]) -> None:
     Raises:
         PatchError: a unit, a module around it or one inside it is sharded.
     """
-    fsdp = _fsdp_module()
+    fsdp: Any = _fsdp_module()
     if fsdp is None:
         return
     for name, m in model.named_modules():
