@@ -38,7 +38,7 @@ def refuse_sharded(model: nn.Module, units: dict[str, nn.Module]) -> None:
             )  # fmt: skip
 
 
-def _fsdp_module() -> type | None:
+def _fsdp_module() -> Any:
     if not torch.distributed.is_available():
         return None
     from torch.distributed.fsdp import FSDPModule
