@@ -10,8 +10,8 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from graphalign.align.align import align, prepare
-from graphalign.align.edges import compare
+from graphalign.align.finer import compare_pair
+from graphalign.align.pair import prepare
 from graphalign.errors import BadInputError, GraphalignError
 from graphalign.evaluate.opaque import OpaqueOp, load_opaque_ops
 from graphalign.ir.files import read_json
@@ -187,9 +187,9 @@ def _check_groups(groups: list[Rule], vectors: list[Vector], one: list[tuple[Pat
             break
         try:
             training = read_json(train, TrainingGraph, kind="training capture")
-            al = align(prepare(inference[path], training, rules), None)
-            namer = Namer(al, groups)
-            for f in compare(al).findings:
+            compared = compare_pair(prepare(inference[path], training, rules))
+            namer = Namer(compared.alignment, groups)
+            for f in compared.comparison.findings:
                 if f.verdict in ("keep", "round") and (at := first_fit(groups, namer.facts(f))) is not None:
                     matched.setdefault(at, path.name)
         except GraphalignError as e:

@@ -13,6 +13,7 @@ from graphalign.align.pair import Pair, check_same_model, choose_positions, prep
 from graphalign.align.regions import Regions
 from graphalign.align.sums import Sums
 from graphalign.align.tables import TableMatch, as_real, snap
+from graphalign.align.twins import tell_apart
 from graphalign.errors import AlignmentError
 from graphalign.evaluate import run_inference, run_training
 from graphalign.evaluate.identity import anchor_name
@@ -116,6 +117,7 @@ def _align(pair: Pair, progress: Progress | None, layers: Layers, seed: int) -> 
     join = Join()
     _assign(out, run_i, sums, partners, regions)
     _join_regions(out, run_t, run_i, join, partners, regions)
+    tell_apart(flow_t, flow_i, partners)
     out.partners = {k: tuple(dict.fromkeys(v)) for k, v in partners.items() if v}
     reverse: dict[int, list[int]] = defaultdict(list)
     for t, held in out.partners.items():

@@ -14,6 +14,7 @@ from graphalign.evaluate import trace_inference, trace_training
 from graphalign.evaluate.aten import ATTENTIONS, base
 from graphalign.evaluate.identity import anchor_name
 from graphalign.evaluate.opaque import load_opaque_ops
+from graphalign.evaluate.parts import Made
 from graphalign.evaluate.ranges import decode_range
 from graphalign.evaluate.returns import unwrap
 from graphalign.evaluate.shards import Shards, read_shards
@@ -55,6 +56,8 @@ class Pair:
     """The training capture before composite anchors were made of its modules."""
     shallow: int = SHALLOW
     """Up to this many layers, every layer has values of its own in the check; in more layers they take turns."""
+    steps: dict[int, Made] = field(default_factory=dict)
+    """By value id, what the steps of training ops make that were taken apart (`align.finer`)."""
 
     @property
     def checked(self) -> Layers:
@@ -114,7 +117,7 @@ def prepare(inference: InferenceGraph, training: TrainingGraph, rules: Path, *, 
     folded = fold(training, flow_i)
     tt = trace_training.Tracer(folded.capture)
     flow_t = tt.run()
-    shards = read_shards(inference, flow_i, flow_t, _head_counts(folded.capture, flow_t))
+    shards = shards_of(inference, flow_i, folded.capture, flow_t)
     regions = cut(flow_t, flow_i)
     return Pair(
         inference,
@@ -131,6 +134,11 @@ def prepare(inference: InferenceGraph, training: TrainingGraph, rules: Path, *, 
         shallow=shallow,
         whole=training,
     )
+
+
+def shards_of(inference: InferenceGraph, flow_i: Dataflow, training: TrainingGraph, flow_t: Dataflow) -> Shards:
+    """What the engine's rank holds of the trainer's values."""
+    return read_shards(inference, flow_i, flow_t, _head_counts(training, flow_t))
 
 
 def _head_counts(capture: TrainingGraph, flow: Dataflow) -> dict[int, tuple[int, int, int]]:

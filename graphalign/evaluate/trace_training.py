@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import base64
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from graphalign.evaluate.aten import ATTENTIONS, FACTORIES, MATMULS, TRANSPARENT, base
 from graphalign.evaluate.identity import nearest_anchors
+from graphalign.evaluate.parts import Made
 from graphalign.ir.args import references
 from graphalign.ir.dataflow import Dataflow, Op, Operand, Ref, selected_format
 from graphalign.ir.paths import layer_of
@@ -23,6 +25,8 @@ class Tracer:
     """Builds the dataflow of one capture."""
 
     capture: TrainingGraph
+    steps: Mapping[int, Made] = field(default_factory=dict)
+    """Value id to the step of a fused op that makes it; ops that make one have it as `detail["step"]`."""
     ops: list[Op] = field(default_factory=list)
     refs: dict[int, Operand] = field(default_factory=dict)
     """Value id to the edges a reader of it gets."""
@@ -163,8 +167,9 @@ class Tracer:
             self.refs[outs[0].id] = tuple(r.rounded(outs[0].dtype) for r in self.edges(first))
         elif outs:
             operands = tuple(e for v in self.operand_values(n) if (e := self.edges(v)))
+            step = {"step": self.steps[outs[0].id]} if outs[0].id in self.steps else {}
             op = self.add(name=f"%{outs[0].id}", kind="op", target=node.op, operands=operands, dtype=outs[0].dtype,
-                          module=node.module, source=node.source, detail={"node": n})  # fmt: skip
+                          module=node.module, source=node.source, detail={"node": n, **step})  # fmt: skip
             self.op_of_node[n] = op.id
             exact = selected_format(name, operands)
             for o in outs:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from graphalign.evaluate.census import Census
+from graphalign.evaluate.parts import step_words
 from graphalign.patch.snapshot import EdgeKey, Layers, Snapshot
 from graphalign.patch.spec import Key
 from graphalign.sites.report import Entry
@@ -41,7 +42,7 @@ def edge_words(s: Snapshot, key: EdgeKey) -> str:
 def _end(key: Key) -> str:
     if key.op in ("parameter", "table") or not key.text:
         return f"{key.op} {key.module}"
-    return f"`{key.text}`" if len(key.text) <= 48 else f"`{key.text[:45]}…`"
+    return step_words(key.op, f"`{key.text}`" if len(key.text) <= 48 else f"`{key.text[:45]}…`")
 
 
 # -- sites -------------------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from graphalign.errors import BadInputError
-from graphalign.evaluate.aten import base
+from graphalign.evaluate.parts import key_name
 from graphalign.ir.paths import unit_of
 from graphalign.patch.spec import Edit, Group, Key, PatchSpec, Skipped, parse_layers
 from graphalign.sites.report import End, Report, Site
@@ -116,7 +116,7 @@ def _edit(site: Site, wanted: set[int] | None) -> Edit | None:
 def key_of(end: End) -> Key:
     """The spec's key of an end."""
     return Key(
-        module=end.module, function=end.function, op=base(end.op), ordinal=end.ordinal, text=" ".join(end.text.split()), file=end.file
+        module=end.module, function=end.function, op=key_name(end.op), ordinal=end.ordinal, text=" ".join(end.text.split()), file=end.file
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from graphalign.errors import BadInputError, CaptureFileError
 from graphalign.evaluate import census
-from graphalign.evaluate.aten import base
+from graphalign.evaluate.parts import key_name
 from graphalign.evaluate.ranges import range_words, split_ranges
 from graphalign.ir.files import load_raw, read_json
 from graphalign.ir.inference import InferenceGraph
@@ -201,7 +201,7 @@ def of_training(graph: TrainingGraph, path: str) -> Snapshot:
 
 def identity(producer: Key, consumer: Key, operand: int) -> EdgeKey:
     """What an edge is known by, in specs and in reports."""
-    ends = [(k.module, k.function, base(k.op), str(k.ordinal)) for k in (producer, consumer)]
+    ends = [(k.module, k.function, key_name(k.op), str(k.ordinal)) for k in (producer, consumer)]
     return (*ends[0], *ends[1], str(operand))
 
 

@@ -38,7 +38,7 @@ class Key(Frozen):
     function: str
     """Qualified name of the function whose expression runs the op."""
     op: str
-    """ATen op without overload: `mul`."""
+    """ATen op without overload: `mul`. Of a fused op also one of its steps, which is put there in its place: `native_layer_norm:mean`."""
     ordinal: int = Field(ge=0)
     """Among equal ops of that function in that module, in execution order."""
     text: str

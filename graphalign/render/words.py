@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 import unicodedata
 
+from graphalign.evaluate.parts import SEPARATOR, step_words
 from graphalign.sites.report import End, Report, Site
 from graphalign.sites.table import ranges
 
@@ -56,7 +57,8 @@ def expression(end: End, width: int = 60) -> str:
         return f"{end.op} {shorten(end.module, width)}"
     if end.op == "logprobs":
         return "log-probabilities"
-    return shorten(end.text, width) or f"{shorten(end.op, 40)} in {shorten(end.module, width)}"
+    words = shorten(end.text, width) or f"{shorten(end.op.partition(SEPARATOR)[0], 40)} in {shorten(end.module, width)}"
+    return step_words(end.op, words)
 
 
 def action(site: Site) -> str:

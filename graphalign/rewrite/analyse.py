@@ -115,6 +115,17 @@ def _function(node: fx.Node) -> tuple[str, str]:
 
 def _run(gm: fx.GraphModule, node: fx.Node, mode: Any) -> list[str]:
     """Base names of the ATen ops that a node runs."""
+    recorder = _Ops()
+    try:
+        if not run_node(gm, node, recorder, mode):
+            return ["opaque"]
+    except Exception:  # a node that fake tensors cannot run (`.item()`, a higher-order op) makes no value that an edit could name
+        return [] if not isinstance(node.meta.get("example_value"), torch.Tensor) else ["opaque"]
+    return [base(op) if not op.startswith("opaque") else op for op in recorder.seen]
+
+
+def run_node(gm: fx.GraphModule, node: fx.Node, recorder: TorchDispatchMode, mode: Any) -> bool:
+    """Run a node on its operands' fake tensors under a dispatch mode; False if one of these is not known."""
 
     def value(n: fx.Node) -> Any:
         if n.op == "get_attr":
@@ -124,19 +135,15 @@ def _run(gm: fx.GraphModule, node: fx.Node, mode: Any) -> list[str]:
     try:
         args, kwargs = fx.map_arg((node.args, node.kwargs), value)
     except (KeyError, AttributeError):
-        return ["opaque"]
-    recorder = _Ops()
-    try:
-        with torch.no_grad(), mode if mode is not None else _nothing(), recorder:
-            if node.op == "call_method":
-                getattr(args[0], str(node.target))(*args[1:], **kwargs)
-            elif node.op == "call_module":
-                gm.get_submodule(str(node.target))(*args, **kwargs)
-            else:
-                node.target(*args, **kwargs)  # type: ignore[operator]
-    except Exception:  # a node that fake tensors cannot run (`.item()`, a higher-order op) makes no value that an edit could name
-        return [] if not isinstance(node.meta.get("example_value"), torch.Tensor) else ["opaque"]
-    return [base(op) if not op.startswith("opaque") else op for op in recorder.seen]
+        return False
+    with torch.no_grad(), mode if mode is not None else _nothing(), recorder:
+        if node.op == "call_method":
+            getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        elif node.op == "call_module":
+            gm.get_submodule(str(node.target))(*args, **kwargs)
+        else:
+            node.target(*args, **kwargs)  # type: ignore[operator]
+    return True
 
 
 def _attribute(gm: fx.GraphModule, path: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from graphalign.evaluate.parts import step_words
 from graphalign.patch.spec import Edit, PatchSpec
 
 
@@ -22,5 +23,6 @@ def describe(spec: PatchSpec) -> list[str]:
 def _line(group: str, e: Edit) -> str:
     verb = "reads unrounded" if e.kind == "keep" else f"reads rounded to {e.format}"
     where = f"layers {e.layers}" if e.layers else "outside the layers"
-    source = e.producer.text or e.producer.op
-    return f"[{group}] {e.consumer.text or e.consumer.op}  operand {e.operand} {verb}: {source}  ({e.producer.module}; {where})"
+    source = step_words(e.producer.op, e.producer.text) or e.producer.op
+    reader = step_words(e.consumer.op, e.consumer.text) if e.consumer.text else e.consumer.op
+    return f"[{group}] {reader}  operand {e.operand} {verb}: {source}  ({e.producer.module}; {where})"

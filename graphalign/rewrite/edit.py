@@ -17,8 +17,10 @@ from torch import fx, nn
 
 from graphalign.errors import PatchError
 from graphalign.evaluate.aten import MATMULS
+from graphalign.evaluate.parts import SEPARATOR
 from graphalign.patch.spec import Key
 from graphalign.rewrite.analyse import Info, OpKey, analyse, carried_operands, is_anchor, is_low, tensor_operands
+from graphalign.rewrite.parts import replace_by_steps
 from graphalign.rewrite.units import UnitEdit
 
 ENTRY = "graphalign_entry"
@@ -64,6 +66,7 @@ class _Rewriter:
         self.narrow_nodes: dict[fx.Node, fx.Node] = {}
 
     def run(self) -> Rewritten:
+        self._take_apart()
         for edit in self.edits:
             self._resolve(edit)
         if not (self.keep or self.round or self.exits):
@@ -81,6 +84,14 @@ class _Rewriter:
         return self.out
 
     # -- resolving ------------------------------------------------------------------------------------------------------
+
+    def _take_apart(self) -> None:
+        """Put steps in the place of the fused ops of which an edit names one."""
+        keys = [k for e in self.edits for k in (e.consumer, e.producer) if k is not None and SEPARATOR in k.op]
+        for whole in dict.fromkeys(OpKey(k.module, k.function, k.op.partition(SEPARATOR)[0], k.ordinal) for k in keys):
+            if (node := self.by_key.get(whole)) is not None:
+                replace_by_steps(self.gm, node, whole, self.info)
+        self.by_key = {k: n for n, i in self.info.items() for k in i.ops}
 
     def _resolve(self, edit: UnitEdit) -> None:
         key = edit.consumer or edit.producer

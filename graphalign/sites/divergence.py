@@ -239,4 +239,6 @@ def _within(op: Op, module: str) -> bool:
 
 def label(op: Op) -> str:
     """An op in a word or two."""
+    if "step" in op.detail:
+        return str(op.detail["step"].name)
     return op.target if op.kind in ("op", "anchor") else f"{op.kind} {op.target}"

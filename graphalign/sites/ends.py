@@ -21,14 +21,19 @@ class Ends:
         self.ordinals = self._number()
 
     def _number(self) -> dict[int, int]:
-        """Ordinal of every op among equal ATen ops of the same function and module, over all nodes that ran."""
+        """Ordinal of every op among equal ATen ops of the same function and module, over all nodes that ran.
+
+        The steps of an op that was taken apart have the op's ordinal.
+        """
+        steps = {op.detail["node"]: op.detail["step"] for op in self.flow.ops if "step" in op.detail}
         seen: Counter[tuple[str, str, str]] = Counter()
         ordinal: dict[int, int] = {}
         for n, node in enumerate(self.training.nodes):
             function = self.training.sources[node.source].function if node.source is not None else ""
-            key = (node.module, function, aten.base(node.op))
+            made = steps.get(n)
+            key = (node.module, function, aten.base(node.op if made is None else made.op))
             ordinal[n] = seen[key]
-            seen[key] += 1
+            seen[key] += made is None or made.last
         return {op.id: ordinal.get(op.detail.get("made" if op.detail.get("outside") else "node", -1), 0) for op in self.flow.ops}
 
     def end(self, op_id: int, slot: int | None = None) -> End:
@@ -37,6 +42,8 @@ class Ends:
         s = self.source(op)
         named = op.kind == "parameter" or (op.kind == "table" and not op.detail.get("outside"))
         what = op.kind if named or op.kind not in ("op", "anchor", "table") else op.target
+        if (made := op.detail.get("step")) is not None:
+            what = made.op if made.last and slot is None else made.name
         if op.target == "gemm" and slot is not None:
             what = op.detail.get("op", what)  # a patch edits this op's operand
         base = End(module=pattern_of(op.target if named else op.module), op=what, ordinal=self.ordinals[op.id], operand=slot)

@@ -13,10 +13,11 @@ from typing import Any
 import networkx as nx
 
 from graphalign.align.accumulate import differing_sums
-from graphalign.align.align import Alignment, Pair, Progress, align, prepare
+from graphalign.align.align import Alignment, Pair, Progress, prepare
 from graphalign.align.anchors import compare_anchors
 from graphalign.align.check import EXACT, QUERY_KEY, Check, Confirmation, Edit, check
-from graphalign.align.edges import Comparison, Finding, compare
+from graphalign.align.edges import Comparison, Finding
+from graphalign.align.finer import compare_pair
 from graphalign.align.inside import Inside, compare_inside
 from graphalign.evaluate.aten import FACTORIES, base
 from graphalign.ir.collector import paused
@@ -60,14 +61,9 @@ def diff_pair(pair: Pair, rules: Path, progress: Progress | None = None, started
     """The same for captures that are traced already; `started` is when that began, for the seconds in the report."""
     say = progress or (lambda stage, fraction: None)
     started = time.perf_counter() if started is None else started
-    al = align(pair, progress)
-    if al.parted:  # not because layers share values?
-        again = align(pair, progress, layers=pair.checked)
-        al = again if len(again.parted) < len(al.parted) else al
+    found = compare_pair(pair, progress)
+    pair, al, comparison = found.pair, found.alignment, found.comparison
     aligned = time.perf_counter()
-    say("compare", 0.0)
-    comparison = compare(al)
-    compared = time.perf_counter()
     say("check", 0.0)
     inside = compare_inside(pair, al)
     differences = compare_anchors(pair, al) + inside.differences()
@@ -87,7 +83,7 @@ def diff_pair(pair: Pair, rules: Path, progress: Progress | None = None, started
     say("check", 1.0)
     say("report", 0.0)
     report = _Builder(pair, al, comparison, result, Namer(al, load_group_rules(rules)), divergence, inside).build(
-        {"align": aligned - started, "compare": compared - aligned, "check": checked - compared}, len(assumed)
+        {"align": aligned - started, "check": checked - aligned}, len(assumed)
     )
     say("report", 1.0)
     return report.model_copy(update={"notes": (*pair.ranges, *report.notes)}) if pair.ranges else report

@@ -87,7 +87,7 @@ class Namer:
     def _end(self, op: Op) -> dict[str, set[str]]:
         return {
             "kind": {self._kind(op)},
-            "op": {base(op.target)},
+            "op": {base(op.detail["step"].op if "step" in op.detail else op.target)},
             "reads": {self._kind(self.al.training.ops[r.producer]) for o in op.operands for r in o},
             "arity": {str(len(op.operands))},
         }
@@ -104,7 +104,7 @@ class Namer:
         for i, region in self.al.regions.region.items():
             op = self.al.training.ops[i]
             f = facts.setdefault(region, {"has": set(), "reads": set(), "feeds": set()})
-            f["has"].add(base(op.target))
+            f["has"] |= {base(op.target)} | ({base(op.detail["step"].op)} if "step" in op.detail else set())
             f["reads"] |= {self._kind(self.al.training.ops[r.producer]) for o in op.operands for r in o}
         for region, ends in self.al.regions.outputs.items():
             facts[region]["feeds"] |= {self._kind(self.al.training.ops[c]) for c, _ in ends}

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from graphalign.align.align import Alignment
 from graphalign.align.edges import Finding
 from graphalign.evaluate.aten import base
+from graphalign.evaluate.parts import step_words
 from graphalign.ir.dataflow import Op
 from graphalign.sites.drawing import Arrow, Panel, Vertex
 from graphalign.sites.ends import Ends, layer_of
@@ -314,6 +315,8 @@ class Cut:
         steps = isinstance(key, tuple) and key[0] == "steps" and len(ops) > 1
         kind = "steps" if steps else self._kind(op)
         words = chain if steps else label(op, " ".join(source.text.split()) if source else "")
+        if (made := op.detail.get("step")) is not None and not steps:
+            words = step_words(made.name, words)
         return Vertex.model_validate(
             {
                 "id": name,

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from graphalign.evaluate.parts import step_words
 from graphalign.sites.report import End, Entry, Report, Site
 
 LONGEST = 36
@@ -89,8 +90,8 @@ def _short(end: End) -> str:
         return "log-probabilities"
     text = " ".join(end.text.split())
     if 0 < len(text) <= LONGEST:
-        return text
-    return f"{end.op.removeprefix('aten.').split('.')[0]} in {end.module.split('.')[-1] or end.module}"
+        return step_words(end.op, text)
+    return step_words(end.op, f"{end.op.removeprefix('aten.').split('.')[0]} in {end.module.split('.')[-1] or end.module}")
 
 
 def _place(end: End) -> str:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from torch import nn
 
-from graphalign.align.align import Alignment, Pair, align, prepare
-from graphalign.align.edges import Comparison, compare
+from graphalign.align.align import Alignment, Pair, prepare
+from graphalign.align.edges import Comparison
+from graphalign.align.finer import compare_pair
 from graphalign.errors import PatchError, PatchNotLiveError
 from graphalign.ir.inference import InferenceGraph
 from graphalign.ir.training import TrainingGraph
@@ -68,8 +69,8 @@ def prove(
     out = Proof(stock, patched, spec, {STOCK: 0, PATCHED: spec.edges}, skipped=skipped, formats=formats)
     if values is None:
         return out
-    al = align(pair)
-    comparison = compare(al)
+    found = compare_pair(pair)
+    pair, al, comparison = found.pair, found.alignment, found.comparison
     variants = _variants(spec, al, comparison, pair, stock)
     autocast = spec.regime.get("autocast")
     for name, variant in variants.items():

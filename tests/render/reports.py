@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from graphalign.align import finer
 from graphalign.ir.files import read_json
 from graphalign.ir.inference import InferenceGraph
 from graphalign.sites import find
@@ -16,6 +17,14 @@ from tests.breadth import captured
 from tests.fixtures import recorded
 
 H100 = Path(__file__).parents[1] / "gpu" / "data" / "qwen3.h100.inf.json.gz"
+
+
+@functools.cache
+def whole(name: str) -> Report:
+    """The same as if no op could be taken apart: an edge into one that the engine reads in two ways is conflicting."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(finer, "taken_apart", lambda *_: None)
+        return report.__wrapped__(name)
 
 
 @functools.cache

@@ -18,14 +18,14 @@ from graphalign.sites.drawing import Arrow, Panel
 from tests.breadth.captured import captures
 from tests.render import needs
 from tests.render.browser import Browser
-from tests.render.reports import report
+from tests.render.reports import report, whole
 
 KINDS = ("semantic", "unpatchable", "conflicting", "undetermined")
 MODELS = ("gpt_neox", "starcoder2", "bloom", "falcon", "gpt_oss", "qwen3_moe", "gemma2", "smollm3")
 
 
 def entries(name: str, kind: str) -> list[Panel]:
-    d = report(name).drawing
+    d = (whole if kind == "conflicting" else report)(name).drawing
     assert d is not None
     return [p for p in d.panels if p.entry == kind]
 
@@ -36,8 +36,8 @@ def marked(panel: Panel) -> list[Arrow]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_entry_about_an_edge_has_a_diagram(name: str) -> None:
-    r = report(name)
     for kind in KINDS:
+        r = whole(name) if kind == "conflicting" else report(name)
         drawn = {n for p in entries(name, kind) for n in p.names}
         for e in getattr(r, kind):
             if "→" in e.what or kind == "semantic":  # others are about an anchor's operand
@@ -88,7 +88,7 @@ def test_another_function_shows_what_each_side_computes() -> None:
 
 @needs.dot
 def test_the_command_draws_them_with_the_reason(tmp_path: Path) -> None:
-    write_json(tmp_path / "sites.json", report("gpt_neox"))
+    write_json(tmp_path / "sites.json", whole("gpt_neox"))
 
     def run(*arguments: str, code: int = 0) -> str:
         result = CliRunner().invoke(app, ["render", str(tmp_path / "sites.json"), *arguments])
@@ -110,12 +110,12 @@ def test_the_command_draws_them_with_the_reason(tmp_path: Path) -> None:
 @needs.dot
 def test_the_page_links_an_entry_to_its_diagram(browser: Browser, tmp_path: Path) -> None:
     path = tmp_path / "report.html"
-    path.write_text(render_page(report("gpt_neox")))
+    path.write_text(render_page(whole("gpt_neox")))
     browser.problems.clear()
     browser.look()
     browser.open(path)
     links = "[...document.querySelectorAll('#others td a')]"
-    assert browser.js(f"{links}.length") == len(report("gpt_neox").unpatchable) + 1
+    assert browser.js(f"{links}.length") == len(whole("gpt_neox").unpatchable) + 1
     assert browser.js(f"{links}.every(a => document.querySelector(a.getAttribute('href')).tagName === 'FIGURE')")
     browser.js(f"{links}.at(-1).click()")
     assert "round differently" in browser.js("document.querySelector(location.hash + ' figcaption').textContent")
@@ -127,8 +127,8 @@ def test_the_page_links_an_entry_to_its_diagram(browser: Browser, tmp_path: Path
 
 def test_the_summary_promises_no_more_than_a_patch_can_do() -> None:
     assert "engine rounds makes them agree" in render_page(report("qwen3"))
-    for name in ("gemma2", "gpt_neox"):
-        text = render_page(report(name))
+    for found in (report("gemma2"), whole("gpt_neox")):
+        text = render_page(found)
         assert "engine rounds makes them agree" not in text
         assert "not the entries under What is no site" in text
 

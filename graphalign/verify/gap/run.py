@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from graphalign.align.align import Pair, align
-from graphalign.align.edges import compare
+from graphalign.align.finer import compare_pair
+from graphalign.align.pair import Pair
 from graphalign.logprobs import LogProbabilities, fp32_log_softmax
 from graphalign.patch.spec import PatchSpec
 from graphalign.rewrite.apply import apply
@@ -73,8 +73,10 @@ def measure_gap(
         GapInputError: log-probabilities that cannot belong to these tokens.
     """
     names = tuple(g.name for g in spec.groups)
-    al = align(pair)
-    pointwise = everything_fp32(spec, al, compare(al), Ends(pair.capture_t, pair.flow_t)) if spec.groups else None
+    compared = compare_pair(pair)
+    pair = compared.pair
+    ends = Ends(pair.capture_t, pair.flow_t)
+    pointwise = everything_fp32(spec, compared.alignment, compared.comparison, ends) if spec.groups else None
     main = v.main_variants(spec, pointwise)
     if shared is not None and spec.groups:
         main += v.shared_variants(spec)
