@@ -17,6 +17,7 @@ from graphalign.logprobs import fp32_log_softmax, selective_log_softmax
 from graphalign.patch.make import make_spec
 from graphalign.sites.find import diff
 from graphalign.sites.report import Report
+from tests.breadth import models
 from tests.breadth.captured import captures, counts, report
 
 LAYERS = {"norm_weight": 25, "residual_rmsnorm": 24, "residual_stream": 11, "rope": 48, "swiglu": 6}
@@ -55,6 +56,23 @@ def test_trls_function_rounds_to_bf16() -> None:
     assert site.producer.text == "logits.log_softmax(-1)"
     assert site.effect == 1.0
     assert found.stats["check"]["equal_with_sites"] == 1.0
+
+
+@pytest.mark.parametrize("name", ["gemma2_tail", "granite_tail"])
+def test_what_the_engine_rounds_behind_its_logits_is_no_site(name: str) -> None:
+    """A soft-cap (Gemma 2) and a scale (Granite) run eagerly, in BF16. A pass of Inductor moved their constant into the log_softmax."""
+    found = report(name)
+    assert captures(name)[0].graphs[-1].name == TAIL
+    assert "logprob_tail" not in counts(found)
+    assert clean(found)
+    assert found.stats["check"]["equal_with_sites"] == 1.0
+
+
+@pytest.mark.parametrize("name", ["gemma2_tail", "granite_tail"])
+def test_trls_function_behind_a_soft_cap_or_a_scale_is_one(name: str) -> None:
+    found = diff(captures(name)[0], record_forward(models.build(name), logprobs=selective_log_softmax))
+    assert {k: n for k, n in counts(found).items() if k == "logprob_tail"} == {"logprob_tail": 1}
+    assert clean(found)
 
 
 def test_a_patch_leaves_the_tail_out_and_says_why() -> None:
