@@ -96,7 +96,7 @@ def write_report(report: Report, path: Path) -> str:
 def _check_group(report: Report, group: str) -> None:
     from graphalign.render.textdiff import BUCKETS
 
-    names = [*(g.name for g in report.groups), *(b for b in (*BUCKETS, "assumed") if getattr(report, b))]
+    names = [*(g.name for g in report.groups), *(b for b in (*BUCKETS, "assumed", "unexercised") if getattr(report, b))]
     if group and group not in names:
         raise BadInputError(
             f"there is no group {group!r}", where="--group", hint=f"one of {', '.join(names) or 'none: there are no sites'}"

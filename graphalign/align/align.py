@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 
+from graphalign.align.exercise import Dormant, Key, find_dormant, scalings
 from graphalign.align.join import Join, chance_rate
 from graphalign.align.pair import Pair, check_same_model, choose_positions, prepare
 from graphalign.align.regions import Regions
@@ -58,6 +59,8 @@ class Alignment:
     """Operands of cores, (op, slot), that hold the same elements on both sides: their order in training and in inference."""
     inlined: set[int] = field(default_factory=set)
     """Tables of one number that every format holds exactly and no table of the engine does: they are in its code, if anywhere."""
+    dormant: dict[Key, Dormant] = field(default_factory=dict)
+    """Ops of either side (clamps, `where`, `max`) that took one side only in every evaluation."""
     chance: float = 0.0
     """Measured share of unrelated values that match something in a region."""
     compared: int = 0
@@ -82,7 +85,21 @@ def align(pair: Pair, progress: Progress | None = None, *, layers: Layers = "ali
     if out.parted:
         again = _scaled(pair, progress, layers, SEED + 1)
         out = again if len(again.parted) < len(out.parted) else out
-    return out
+    return _exercised(pair, out, progress, layers)
+
+
+def _exercised(pair: Pair, first: Alignment, progress: Progress | None, layers: Layers) -> Alignment:
+    """The alignment, tried again on inputs that pass the limits of clamps that never fired; the one whose values part, if any does."""
+    for scales in scalings(first.dormant):
+        tried = [_align(pair, progress, layers, SEED, scales)]
+        if set(tried[0].parted) - set(first.parted):  # twice: see above
+            tried.append(_align(pair, progress, layers, SEED + 1, scales))
+        parted = [t for t in tried if set(t.parted) - set(first.parted)]
+        first.dormant = {k: d for k, d in first.dormant.items() if all(k in t.dormant for t in tried)}
+        if len(parted) == 2:
+            parted[0].dormant = {k: d for k, d in parted[0].dormant.items() if k in first.dormant}
+            first = parted[0]
+    return first
 
 
 def _scaled(pair: Pair, progress: Progress | None, layers: Layers, seed: int) -> Alignment:
@@ -95,10 +112,10 @@ def _scaled(pair: Pair, progress: Progress | None, layers: Layers, seed: int) ->
     return out
 
 
-def _align(pair: Pair, progress: Progress | None, layers: Layers, seed: int) -> Alignment:
+def _align(pair: Pair, progress: Progress | None, layers: Layers, seed: int, scales: Mapping[str, float] | None = None) -> Alignment:
     say = progress or (lambda stage, fraction: None)
     flow_i, flow_t, regions = pair.flow_i, pair.flow_t, pair.regions
-    arithmetic = pair.arithmetic(seed, layers=layers)
+    arithmetic = pair.arithmetic(seed, layers=layers, scales=scales)
     say("evaluate", 0.0)
     native = run_training.native_constants(pair.capture_t, pair.training, arithmetic)
     computed = run_inference.computed_tables(pair.capture_i, pair.inference, arithmetic)
@@ -118,6 +135,7 @@ def _align(pair: Pair, progress: Progress | None, layers: Layers, seed: int) -> 
     _assign(out, run_i, sums, partners, regions)
     _join_regions(out, run_t, run_i, join, partners, regions)
     tell_apart(flow_t, flow_i, partners)
+    out.dormant = find_dormant(run_t, run_i, (flow_t, flow_i), regions, partners)
     out.partners = {k: tuple(dict.fromkeys(v)) for k, v in partners.items() if v}
     reverse: dict[int, list[int]] = defaultdict(list)
     for t, held in out.partners.items():

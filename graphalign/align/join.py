@@ -14,6 +14,8 @@ SAMPLE = 48
 """Elements looked at before a full comparison."""
 CANCELLED = 2.0**-11
 """An element this small beside its array's largest may be a difference of nearly equal numbers, of which FP64 keeps fewer bits."""
+OFTEN, MANY = 0.05, 16
+"""A number that more than this share of an array's elements are, and more than this many, may not be missing on the other side."""
 FEW = 0.01
 """Share of an array's elements that may be lost for that."""
 
@@ -25,8 +27,12 @@ class Keys:
         flat = data.detach().double().abs().reshape(-1).numpy()
         flat = flat[np.isfinite(flat)]
         self.zeros = bool((flat == 0).any())
-        bits = _distinct(flat[flat != 0].view(np.int64) >> TOLERANCE_BITS)
+        ordered = np.sort(flat[flat != 0].view(np.int64) >> TOLERANCE_BITS)
+        bits = _distinct(ordered)
         self.bits = bits
+        far = max(MANY, int(OFTEN * len(ordered)))
+        self.often = _distinct(ordered[:-far][ordered[:-far] == ordered[far:]]) if len(ordered) > far else ordered[:0]
+        """Keys of a good part of the elements: all values behind a clamp's limit are one number."""
         largest = flat.max(initial=0.0) * CANCELLED
         self.cancelled = int(np.searchsorted(bits, np.float64(largest).view(np.int64) >> TOLERANCE_BITS)) if largest else 0
         """How many of the keys, the smallest, may be lost to cancellation."""
@@ -67,6 +73,11 @@ def share_inside(a: np.ndarray, b: np.ndarray) -> float:
     return float(found_in(a, b).sum()) / len(a) if len(a) else 0.0
 
 
+def all_inside_any(a: np.ndarray, many: Iterable[np.ndarray]) -> bool:
+    """Whether each of `a`'s keys occurs in one of several arrays, within one unit."""
+    return not len(a) or share_inside_any(a, many) == 1.0
+
+
 def share_inside_any(a: np.ndarray, many: Iterable[np.ndarray]) -> float:
     """The share of `a`'s keys that occur in one of several arrays, within one unit."""
     left = a
@@ -100,6 +111,7 @@ class Join:
         if (a, b) not in self._inside:
             x, y = self.keys[a], self.keys[b]
             ok = len(x) > 0 and not (x.zeros and not y.zeros) and share_inside(x.sample, y.bits) > 0.9
+            ok = ok and bool(found_in(x.often, y.bits).all())
             if ok:
                 self.compared += 1
                 ok = all_inside(x, (y.bits,), self.full)
@@ -130,7 +142,8 @@ class Join:
     def _covers(self, target: int, parts: tuple[int, ...]) -> bool:
         if any(self.inside(target, p) for p in parts):
             return True
-        return all_inside(self.keys[target], (self.keys[p].bits for p in parts), self.full)
+        held = [self.keys[p].bits for p in parts]
+        return all_inside(self.keys[target], held, self.full) and all_inside_any(self.keys[target].often, held)
 
 
 def chance_rate(arrays: list[Keys], seed: int = 0, draws: int = 20000) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -65,7 +66,9 @@ class Pair:
         layers = {n for op in self.flow_t.ops if (n := layer_of(op.module)) is not None}
         return "own" if len(layers) <= self.shallow else "turns"
 
-    def arithmetic(self, seed: int, *, rounds: bool = False, layers: Layers = "alike", shift: int = 0) -> Arithmetic:
+    def arithmetic(
+        self, seed: int, *, rounds: bool = False, layers: Layers = "alike", shift: int = 0, scales: Mapping[str, float] | None = None
+    ) -> Arithmetic:
         """Values for one evaluation; positions are taken from the rows that the engine's tables record."""
         tokens = self.capture_t.header.tokens
         positions = choose_positions(self.capture_i, tokens, shift)
@@ -78,7 +81,7 @@ class Pair:
         if held:  # what other ranks hold comes from them
             ids = tuple(i % min(held) for i in ids)
         stream = stream_terms(self.flow_t, self.regions) if layers == "turns" else {}
-        return Arithmetic(seed, positions, ids, rounds, layers, stream, self.share, self.factors, self._heads(), self.shards)
+        return Arithmetic(seed, positions, ids, rounds, layers, stream, self.share, self.factors, self._heads(), scales or {}, self.shards)
 
     def _heads(self) -> dict[str, tuple[int, int]]:
         """Number and size of the heads that every attention of the trainer returns, by the anchor's name."""

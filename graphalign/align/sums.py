@@ -7,6 +7,7 @@ from collections import defaultdict
 
 import torch
 
+from graphalign.align.exercise import sum_name
 from graphalign.align.regions import Regions
 from graphalign.evaluate.values import Arithmetic, Val
 from graphalign.ir.dataflow import Op
@@ -28,7 +29,7 @@ class Sums:
     def on_training(self, op: Op, val: Val) -> Val:
         if op.id not in self.regions.sums:
             return val
-        fresh = self.arithmetic.fresh(f"{op.module}|{op.source}|{self.ordinal[op.id] % 2}", tuple(val.data.shape))
+        fresh = self.arithmetic.fresh(sum_name(op, self.ordinal[op.id]), tuple(val.data.shape))
         known = self.exact.setdefault(_signature(val.data), [])
         if not any(f.id == fresh.id and torch.equal(d, val.data) for d, f in known):
             known.append((val.data, fresh))

@@ -10,6 +10,7 @@ import torch
 
 from graphalign.errors import CaptureFileError
 from graphalign.evaluate import aten, loop_ops
+from graphalign.evaluate.picks import Conditions
 from graphalign.evaluate.shards import part_of
 from graphalign.evaluate.storage import UNKNOWN, Lazy
 from graphalign.evaluate.values import Arithmetic, Val
@@ -52,6 +53,7 @@ class Interpreter:
         self.identities: dict[int, int] = {}
         self.alive: list[torch.Tensor] = []  # an identity is an address: it must stay taken
         self.pending: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.conditions = Conditions()
         self.lanes: torch.Tensor | None = None
         """Inside a masked block: the lanes that are not masked out."""
         n = len(self.body.var_ranges)
@@ -163,6 +165,10 @@ class Interpreter:
             env[name] = None
             return None
         env[name] = self.keep(prefix + name, result.double() if constant and result.is_floating_point() else result, constant)
+        self.alive.append(env[name])
+        pick = None if constant else self.conditions.see(target, operands, env[name])
+        if pick is not None and isinstance(kept := self.results[prefix + name], Val):
+            self.run_.picks[kept.id] = pick
         return env[name]
 
     def decode(self, a: Any, env: dict[str, Any]) -> Any:

@@ -18,6 +18,7 @@ from graphalign.evaluate import aten
 from graphalign.evaluate.externs import buffers_of
 from graphalign.evaluate.interpret import Interpreter
 from graphalign.evaluate.outputs import hand_on, output_of
+from graphalign.evaluate.picks import Pick
 from graphalign.evaluate.run_training import Arranged, canonical
 from graphalign.evaluate.storage import UNKNOWN, Lazy, Rows, Storage
 from graphalign.evaluate.trace_inference import ADDED, Tracer
@@ -43,6 +44,8 @@ class Run:
     arranged: Arranged = field(default_factory=dict)
     """For operands that were sorted, see `canonical`."""
     unsupported: dict[int, str] = field(default_factory=dict)
+    picks: dict[int, Pick] = field(default_factory=dict)
+    """Identity of a value to why what picked it took one side only."""
     only: set[tuple[int, str]] | None = None
     """Evaluate these loop nodes (graph, name) only; everything else stays unknown."""
     _nodes: dict[Any, dict[str, Val | str]] = field(default_factory=dict)

@@ -109,6 +109,8 @@ class Arithmetic:
     """Anchors whose output the trainer has multiplied by a constant that the engine multiplies it by later, by name."""
     heads: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """Attention anchors to the number and size of the heads that the trainer's returns; the engine may fill heads up with zeros."""
+    scales: Mapping[str, float] = field(default_factory=dict)
+    """What some anchors' outputs are multiplied by, by the role of their name, so that what reads them passes its limits."""
     shards: Shards = field(default_factory=Shards)
     """What the engine's rank holds; elements that other ranks hold are NaN on the training side."""
     _memo: dict[object, Val] = field(default_factory=dict)
@@ -166,6 +168,7 @@ class Arithmetic:
         if (val := self._memo.get(key)) is None:
             n = int(np.prod(shape))
             data = draw(seed_of(self.seed, "anchor", held), torch.arange(n)) if term is None else stream_term(self.seed, *term, n)
+            data = data * self.scales.get(role_of(name), 1.0)
             val = self.put(key, self.round(data.view(shape), dtype))
         return val
 
@@ -174,7 +177,8 @@ class Arithmetic:
         key = ("fresh", self.name(name), shape)
         if (val := self._memo.get(key)) is None:
             n = int(np.prod(shape))
-            val = self.put(key, draw(seed_of(self.seed, "fresh", self.name(name)), torch.arange(n)).view(shape))
+            data = draw(seed_of(self.seed, "fresh", self.name(name)), torch.arange(n)) * self.scales.get(role_of(name), 1.0)
+            val = self.put(key, data.view(shape))
         return val
 
     def parameter(self, checkpoint: str, index: torch.Tensor, dtype: str) -> torch.Tensor:

@@ -149,7 +149,7 @@ def _banner(kind: str, words: str, link: str, label: str) -> Html:
 def _others(report: Report, group: str, layer: int | None) -> Html:
     parts: list[Content] = []
     drawn = choose((p for p in report.drawing.panels if p.entry), "", layer) if report.drawing else []
-    for bucket in (*BUCKETS, "assumed", "interior", "tail"):
+    for bucket in (*BUCKETS, "assumed", "unexercised", "interior", "tail"):
         entries: tuple[Entry, ...] = getattr(report, bucket)
         name, _, meaning = TITLES[bucket].partition(": ")
         if not entries:
@@ -159,7 +159,7 @@ def _others(report: Report, group: str, layer: int | None) -> Html:
         head = [("side", ""), ("what", ""), ("layers", ""), ("count", "n"), ("reason, and where", "")]
         body: list[Content] = [table(head, rows, class_="cardtable"), *_entry_figures(report, panels)]
         count = sum(e.count for e in entries)
-        opened = bucket in (*BUCKETS, "assumed") and group in ("", bucket)
+        opened = bucket in (*BUCKETS, "assumed", "unexercised") and group in ("", bucket)
         parts.append(tag("details", [tag("summary", [tag("strong", f"{name} ({count})"), f": {meaning}"]), *map(text, body)], open=opened))
     empty = [TITLES[b].partition(":")[0] for b in BUCKETS if not getattr(report, b)]
     if empty:

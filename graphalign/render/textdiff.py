@@ -15,6 +15,7 @@ TITLES = {
     "conflicting": "conflicting: copies on the inference side disagree",
     "undetermined": "undetermined: could not be judged",
     "leftovers": "leftover: could not be placed",
+    "unexercised": "not exercised: clamps and the like of one side that never act on the chosen inputs, so what they do is not compared",
     "assumed": "assumed: taken for equal because one module owns both, and not compared inside",
     "interior": "interior: steps that exist on one side only by construction",
     "tail": "tail: behind the engine's compiled graph, not compared",
@@ -47,7 +48,7 @@ def _lines(report: Report, group: str, layer: int | None) -> Iterator[str]:
         yield f"@@ {clean(g.name, 80)}: {len(sites)} sites, {sum(s.count for s in sites)} edges, {layer_words(g.layers)} @@"
         for s in sites:
             yield from _site(s, excerpts.get(s.id))
-    shown = (*BUCKETS, "assumed")
+    shown = (*BUCKETS, "assumed", "unexercised")
     for bucket in shown if not group else [b for b in shown if b == group]:
         entries = [e for e in getattr(report, bucket) if layer is None or not e.layers or layer in e.layers]
         if entries:

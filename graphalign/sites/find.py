@@ -25,7 +25,7 @@ from graphalign.ir.dataflow import Dataflow, Op
 from graphalign.ir.inference import InferenceGraph
 from graphalign.ir.training import TrainingGraph
 from graphalign.rules import rules_dir
-from graphalign.sites.assumed import assumed_anchors, compared_anchors
+from graphalign.sites.assumed import assumed_anchors, compared_anchors, unexercised
 from graphalign.sites.diagram_data import draw
 from graphalign.sites.divergence import Divergence, Parting, explained, find_misplaced, find_partings, label
 from graphalign.sites.ends import Ends, layer_of, pattern_of
@@ -143,6 +143,7 @@ class _Builder:
         self.t, self.i = al.training, al.inference
         self.ends = Ends(self.training, al.training)
         self.assumed, self.compared = assumed_anchors(inside), compared_anchors(inside)
+        self.unexercised = unexercised(al)
 
     def build(self, seconds: dict[str, float], assumed: int = 0) -> Report:
         """The report."""
@@ -172,6 +173,7 @@ class _Builder:
             unpatchable=self._findings("unpatchable") + self._entries([("training", i, why) for i, why in self._sums()]),
             semantic=semantic,
             assumed=self._entries([("training", i, why) for i, why in self.assumed.items()]),
+            unexercised=self._entries([(side, i, why) for (side, i), why in self.unexercised.items()]),
             tail=self._entries(
                 [
                     ("training", i, "behind the engine's compiled graph")
@@ -180,7 +182,7 @@ class _Builder:
                 ]
             ),
             stats=self._stats(groups, seconds, assumed),
-            nodes=statuses(self.al, self.comparison, self._where, self.assumed, self.compared),
+            nodes=statuses(self.al, self.comparison, self._where, self.assumed, self.compared, self.unexercised),
             notes=tuple(header.notes)
             + tuple(self.training.header.notes)
             + self.i.notes

@@ -21,7 +21,12 @@ EDGES = 6
 
 
 def statuses(
-    al: Alignment, comparison: Comparison, where: Where, assumed: dict[int, str], compared: dict[int, str]
+    al: Alignment,
+    comparison: Comparison,
+    where: Where,
+    assumed: dict[int, str],
+    compared: dict[int, str],
+    unexercised: dict[tuple[str, int], str],
 ) -> tuple[NodeStatus, ...]:
     """One status per op, training side first, in execution order.
 
@@ -31,6 +36,7 @@ def statuses(
         where: says where an op is.
         assumed: composite anchors of the trainer that are taken for equal, with the reason.
         compared: those whose inside was compared, with what was measured.
+        unexercised: (side, op) of clamps and the like that took one side only, with which.
     """
     by_consumer: dict[int, list[Finding]] = defaultdict(list)
     for f in comparison.findings:
@@ -51,6 +57,7 @@ def statuses(
                 reason=compared.get(op.id) or _reason(al, comparison, "training", op),
                 edges=tuple(text(al.training, f) for f in by_consumer.get(op.id, ())[:EDGES]),
                 assumed=assumed.get(op.id, ""),
+                unexercised=unexercised.get(("training", op.id), ""),
             )
         )
     for op in al.inference.ops:
@@ -66,6 +73,7 @@ def statuses(
                 partners=tuple(al.training.ops[i].name for i in al.reverse.get(op.id, ())[:PARTNERS]),
                 reason=_reason(al, comparison, "inference", op),
                 assumed=next((assumed[t] for t in al.reverse.get(op.id, ()) if t in assumed), ""),
+                unexercised=unexercised.get(("inference", op.id), ""),
             )
         )
     return tuple(out)

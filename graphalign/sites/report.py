@@ -108,6 +108,8 @@ class NodeStatus(Frozen):
     reason: str = ""
     edges: tuple[str, ...] = ()
     """Its operands' edges, as text."""
+    unexercised: str = ""
+    """For a clamp, `where` or `max` that took one side only on all inputs that were tried: which."""
     assumed: str = ""
     """Why it is taken to be its partner's equal without having been compared; empty if it was, or is no composite anchor."""
 
@@ -132,6 +134,8 @@ class Report(Frozen):
     semantic: tuple[Entry, ...]
     assumed: tuple[Entry, ...] = ()
     """Composite anchors (experts, mixers, latent attention) that are joined by their owner and whose inside was not compared."""
+    unexercised: tuple[Entry, ...] = ()
+    """Clamps, `where`, `max` of one side that took one side only on all inputs that were tried: what they do otherwise was not compared."""
     tail: tuple[Entry, ...] = ()
     """Ops behind the engine's compiled graph (lm_head and on): not compared."""
     stats: dict[str, Any]

@@ -59,6 +59,7 @@ def render_table(report: Report, console: Console) -> None:
         ("undetermined", report.undetermined, "yellow"),
         ("leftover", report.leftovers, "yellow"),
         ("assumed", report.assumed, "yellow"),
+        ("not exercised", report.unexercised, "yellow"),
     ):
         _entries(title, entries, style, console)
     for note in report.notes[:8]:

@@ -37,6 +37,8 @@ def _node(n: NodeStatus) -> str:
         lines.append(f"  on the other side: {', '.join(n.partners)}; {n.assumed}")
     elif n.partners:
         lines.append(f"  same value on the other side: {', '.join(n.partners)}")
+    if n.unexercised:
+        lines.append(f"  not exercised: {n.unexercised}")
     lines += [f"  {e}" for e in n.edges]
     return "\n".join(lines)
 
