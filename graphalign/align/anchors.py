@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from graphalign.align.align import Alignment, Pair
+from graphalign.align.masks import compare_masks
 from graphalign.ir.dataflow import Op
 from graphalign.ir.inference import Attention
 
@@ -75,8 +76,14 @@ def _attention(op: Op, shape: tuple[int, ...], engine: Attention, longest: Any, 
     def limit(window: Any) -> int | None:
         return window if isinstance(window, int) and window > 0 and not (isinstance(longest, int) and window >= longest) else None
 
+    masked = compare_masks(given.get("visible"), engine)
+    out += masked or []
+    if given.get("dropout"):
+        out.append(
+            ("dropout", f"the trainer's attention drops {given['dropout']:.3g} of its weights (training mode); the engine drops none")
+        )
     mine, theirs = limit(given.get("sliding_window")), limit(engine.window)
-    if mine != theirs:
+    if masked is None and mine != theirs:
         out.append(("window", f"the trainer's attention window is {mine or 'unlimited'}, the engine's {theirs or 'unlimited'}"))
     cap, other = float(given.get("softcap") or 0.0), float(engine.softcap or 0.0)
     if abs(cap - other) > SCALE_TOLERANCE * abs(other):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from graphalign.capture.recorder import active, anchor_scope
+from graphalign.capture.visible import note_call, probing
 
 OP = "graphalign.attention"
 
@@ -85,11 +86,14 @@ def wrap(fn: Callable[..., Any], implementation: str | None) -> Callable[..., An
     """
     if torch.compiler.is_compiling():  # Dynamo traces this lookup: compiled code must hold the model's own function
         return fn
-    if active() is None or getattr(fn, "_graphalign_original", None) is not None:
+    if (active() is None and not probing()) or getattr(fn, "_graphalign_original", None) is not None:
         return fn
 
     @functools.wraps(fn)
     def attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if probing():
+            given = args[0] if args else kwargs.get("attention_mask")
+            return note_call(module, query, key, value, given, attributes(module, query, key, given, kwargs, implementation))
         if getattr(fn, "_graphalign_stand_in", False) and (recorder := active()) is not None:
             recorder.note(f"{implementation} is not installed here: a stand-in attends, with the same operands and parameters")
         run = functools.partial(fn, module, query, key, value, *args, **kwargs)

@@ -1295,12 +1295,16 @@ def read_attention(context: dict[str, Any]) -> list[dict[str, Any]]:
         window = number(window, int)
         backend = getattr(layer, "backend", None) or getattr(layer, "attn_backend", None) or type(layer)
         softcap = number(get("logits_soft_cap", "logits_softcap"), float)
+        kind = get("attn_type")
         out.append(
             {
                 "layer": name,
                 "scale": number(get("scale", "scaling", "softmax_scale"), float),
                 "window": window if window is not None and window > 0 else None,
                 "softcap": softcap if softcap else None,
+                "causal": None if kind is None else str(getattr(kind, "value", kind)) == "decoder",
+                "chunk": number(get("attention_chunk_size"), int) or None,
+                "alibi": get("alibi_slopes") is not None,
                 "sinks": get("sinks") is not None or bool(getattr(layer, "has_sink", False)),
                 "heads": number(get("num_heads", "num_v_heads"), int),
                 "kv_heads": number(get("num_kv_heads", "num_k_heads"), int),

@@ -135,7 +135,8 @@ class Conditions:
         elif target == "where" and len(tensors) == 1 + PAIR and id(tensors[0]) in self.compared:
             return chosen(tensors[0], self.compared[id(tensors[0])])
         elif target in ("maximum", "minimum") and len(floats) == PAIR:
-            return of_two(result, *floats)
+            found = of_two(result, *floats)  # of two computed values: a running maximum, as of a softmax
+            return found if found is not None and found.limit is not None else None
         elif target in ("relu", "abs") and floats:
             return one_sided(floats[0], 0.0, None)
         return None

@@ -85,6 +85,12 @@ class Attention(Frozen):
     window: int | None = None
     """Sliding window in tokens to the left, None if unlimited."""
     softcap: float | None = None
+    causal: bool | None = None
+    """Whether a token reads none behind it; None if that was not recorded."""
+    chunk: int | None = None
+    """Tokens of the chunks that attention stays in, None if unlimited."""
+    alibi: bool = False
+    """Whether it adds a bias that grows with the distance."""
     sinks: bool = False
     heads: int | None = None
     kv_heads: int | None = None
