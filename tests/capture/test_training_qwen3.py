@@ -124,6 +124,7 @@ def test_attention_is_one_node(graph: TrainingGraph) -> None:
     first = attention[0]
     assert first.kwargs == {
         "implementation": "sdpa", "attention_mask": False, "scaling": 0.25, "is_causal": True, "enable_gqa": True,
+        "visible": {"tokens": 64, "below": None, "above": 0},
     }  # fmt: skip
     shapes = {v.id: v.shape for n in graph.nodes for v in n.outputs if v}
     assert [shapes[a["v"]] for a in first.args] == [(1, 4, 8, 16), (1, 2, 8, 16), (1, 2, 8, 16)]
