@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from graphalign.capture.recorder import active
@@ -50,8 +51,11 @@ def no_compiled_kernels() -> Iterator[None]:
     before = CompiledFxGraph.__call__
 
     def refuse(self: Any, inputs: Any) -> Any:
+        results = before(self, inputs)
         if active() is None:  # inside an anchor (FlexAttention compiles itself), or behind the recording
-            return before(self, inputs)
+            return results
+        if not any(isinstance(x, torch.Tensor) and x.is_floating_point() for x in results):
+            return results  # FlexAttention's block masks: which blocks are visible, no values
         raise BadInputError(
             "the trainer calls code that torch.compile compiled, so its ops cannot be recorded",
             where="a function or a layer of the trainer, in its forward",
