@@ -11,7 +11,7 @@ from torch import nn
 
 from graphalign.errors import PatchError
 from graphalign.ir.paths import layer_of
-from graphalign.source.guard import guard
+from graphalign.source.guard import function_of, guard
 from graphalign.source.plan import Change, Layers
 from graphalign.source.spans import Spans
 
@@ -47,6 +47,8 @@ class Emitter:
             starts.append(starts[-1] + len(line.encode()) + 1)
         self.starts = starts
         self.sets: dict[Layers, str] = {}
+        self.told: dict[tuple[str, frozenset[str]], str] = {}
+        """(function, modules in which it rounds) to the parameter that says so."""
         self.guards: dict[int, tuple[Layers, Layers]] = {}
         """See `guard.find_guards`."""
 
@@ -59,6 +61,8 @@ class Emitter:
         edits: list[_Text] = []
         for span, change in sorted(changes.items()):
             edits += self._edit(span, change)
+        for (function, at), name in self.told.items():
+            edits += self._tell(function, at, name)
         for span, (layers, every) in self.guards.items():
             line, text = guard(self.spans, span, layers, every, lambda x, s=span: self._condition(s, x))  # type: ignore[misc]
             at = self._offset(line, 0)
@@ -107,7 +111,37 @@ class Emitter:
             if c.up and c.up_in is not None and not c.up_in & c.down_in:
                 return up  # one condition says both
             down = f".to({self.low} if {self._condition(span, c.down_in)} else torch.float32)"
+        if c.down and c.down_at is not None:
+            function = self.spans.functions[span]
+            taken = sum(f == function for f, _ in self.told)
+            name = self.told.setdefault((function, c.down_at), "rounded" if not taken else f"rounded_{taken + 1}")
+            down = f".to({self.low} if {name} else torch.float32)"
         return down + up
+
+    def _tell(self, function: str, at: frozenset[str], name: str) -> list[_Text]:
+        """A parameter of a `forward`, and what its callers give for it."""
+        f = next(x for s, n in self.spans.functions.items() if n == function and (x := function_of(self.spans, s)) is not None)
+        last: ast.expr | ast.arg = f.args.defaults[-1] if f.args.defaults else f.args.args[-1]
+        end = self._offset(last.end_lineno or 0, last.end_col_offset or 0)
+        out = [_Text(end, end, f", {name}=False", (3, 0))]
+        left = set(at)
+        for span, node in self.spans.nodes.items():
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and getattr(node.func.value, "id", "") == "self"):
+                continue
+            called = {f"{m}.{node.func.attr}".lstrip("."): m for m in self.modules.get(span, ())}
+            inside = set(called) & at
+            if not inside:
+                continue
+            left -= inside
+            condition = "True" if inside == set(called) else self._condition(span, frozenset(layer_of(m) for m in inside))
+            stop = self._offset(node.end_lineno or 0, node.end_col_offset or 0) - 1
+            out.append(_Text(stop, stop, f", {name}={condition}", (3, 0)))
+        if left:
+            raise PatchError(
+                f"{function} rounds in some modules and not in others, and nothing in this file calls {sorted(left)[0]} by its name",
+                where=f"line {f.lineno}: def {f.name}", hint="use `graphalign.apply`, which tells places apart",
+            )  # fmt: skip
+        return out
 
     def _condition(self, span: int, layers: Layers) -> str:
         numbers = sorted(x for x in layers if x is not None)

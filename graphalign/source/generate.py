@@ -100,13 +100,13 @@ def generate(model: nn.Module, spec: PatchSpec) -> Generated:
     spans = Spans(stock.text)
     trace = watch(model, stock, spans)
     flow = Flow(trace, spec)
-    planner = Planner(flow, spans)
-    changes = planner.run()
     modules: dict[int, set[str]] = defaultdict(set)
     for e in trace.events:
         if isinstance(e, Seen) and e.value >= 0:
             modules[e.span].add(e.module)
     emitter = Emitter(spans, formats[0], model, modules)
+    planner = Planner(flow, spans, emitter.knows_layer)
+    changes = planner.run()
     emitter.guards = {s: g for s, g in find_guards(flow, spans, planner).items() if g[0] == g[1] or emitter.knows_layer(s)}
     return _assemble(stock, spec, spans, changes, emitter)
 

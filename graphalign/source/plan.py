@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from graphalign.errors import PatchError
@@ -33,15 +34,17 @@ class Change:
     """It is read for its dtype, which is no longer the one that was meant."""
     up_in: Layers | None = None
     down_in: Layers | None = None
+    down_at: frozenset[str] | None = None
+    """Modules: for a function that does not know its layer's number, and is told by its callers."""
     uncast_in: Layers | None = None
     serves: set[str] = field(default_factory=set)
 
 
 class Planner:
-    """Args: the trace's flow, and the file's spans."""
+    """Args: the trace's flow, the file's spans, and whether the function that a span is in can tell its layer's number."""
 
-    def __init__(self, flow: Flow, spans: Spans) -> None:
-        self.flow, self.spans = flow, spans
+    def __init__(self, flow: Flow, spans: Spans, knows_layer: Callable[[int], bool]) -> None:
+        self.flow, self.spans, self.knows_layer = flow, spans, knows_layer
         self.changes: dict[int, Change] = defaultdict(Change)
         self.cut: set[int] = set()
         """Casts of the stock file that stay: events."""
@@ -147,7 +150,9 @@ class Planner:
         # a cut that is there already
         for j, span, kind in found:
             c = self.changes.get(span)
-            if c is not None and c.down and (c.down_in is None or self._layer(j) in c.down_in) and self._safe(span, kind, {self._layer(j)}):
+            if c is None or not c.down or not self._safe(span, kind, lambda k, j=j: self._module(k) == self._module(j)):
+                continue
+            if (c.down_in is None or self._layer(j) in c.down_in) and (c.down_at is None or self._module(j) in c.down_at):
                 return
         usable = [(j, s, k) for j, s, k in found if not self.changes[s].uncast]
         for _, span, kind in usable:
@@ -156,13 +161,20 @@ class Planner:
                 return
         for j, span, kind in usable:
             layer = self._layer(j)
-            if layer is None or not self._safe(span, kind, {layer}):
+            if layer is None or not self.knows_layer(span) or not self._safe(span, kind, self._in_layer(layer)):
                 continue
             layers = {self._layer(k) for k in self.flow.evaluations[span]}
-            if None in layers:
-                continue
-            self._down(span, frozenset(x for x in layers if self._safe(span, kind, {x})), read)
+            low = {self._layer(k) for k in self.flow.evaluations[span] if self._low_anyway(k)}
+            needed = frozenset(x for x in layers if x == layer or (x in low and self._safe(span, kind, self._in_layer(x))))
+            self._down(span, needed, read)
             return
+        for j, span, kind in usable:
+            modules = {self._module(k) for k in self.flow.evaluations[span]}
+            safe = frozenset(m for m in modules if self._safe(span, kind, lambda k, m=m: self._module(k) == m))
+            if self._module(j) in safe and self.spans.functions[span].endswith(".forward") and "" not in safe:
+                low = {self._module(k) for k in self.flow.evaluations[span] if self._low_anyway(k)}
+                self._down(span, None, read, at=safe & (low | {self._module(j)}))
+                return
         e = self.flow.ops[reader]
         last = found[-1][1] if found else None
         raise PatchError(
@@ -171,10 +183,19 @@ class Planner:
             hint="use `graphalign.apply`, which tells places apart, or leave a group out: `graphalign patch --except GROUP`",
         )
 
-    def _down(self, span: int, layers: Layers | None, read: tuple[int, int]) -> None:
+    def _low_anyway(self, j: int) -> bool:
+        """Whether an evaluation yields the low format in the generated code too: the other branch of a condition would widen it."""
+        return self.flow.low(self._value(j)) and not self.flow.widened().get(self._value(j))
+
+    def _in_layer(self, layer: int | None) -> Callable[[int], bool]:
+        return lambda k: self._layer(k) == layer
+
+    def _down(self, span: int, layers: Layers | None, read: tuple[int, int], at: frozenset[str] | None = None) -> None:
         c = self.changes[span]
-        if c.down and c.down_in is None:
+        if c.down and c.down_in is None and c.down_at is None:
             return
+        if at is not None:
+            c.down_at = at | (c.down_at or frozenset())
         c.down_in = None if layers is None else layers | (c.down_in or frozenset())
         c.down = True
         c.serves.add(self.flow.ops[read[0]].op)
@@ -194,10 +215,10 @@ class Planner:
 
     def _candidates(self, path: list[int], reader: int) -> list[tuple[int, int, str]]:
         """Evaluations where the value may be rounded, in order: (event, span, kind)."""
-        last = max((j for v in path for j in self.flow.seen[v] if j < reader), default=-1)
+        last = max((j for v in path for j in self.flow.seen[v] if j < reader and not self._about(j)), default=-1)
         out = []
         for v in path:
-            for n, j in enumerate(k for k in self.flow.seen[v] if k < reader):
+            for n, j in enumerate(k for k in self.flow.seen[v] if k < reader and not self._about(k)):
                 span = self._span(j)
                 call = isinstance(self.spans.nodes[span], ast.Call)
                 if n == 0 or call:
@@ -211,9 +232,9 @@ class Planner:
     def _end(self, call: int, after: int) -> int:
         return next((k for k in self.ends[call] if k > after), -1)
 
-    def _safe(self, span: int, kind: str, layers: set[int | None] | None) -> bool:
-        """Whether rounding an expression's value changes no unrounded read, over all its evaluations (in some layers)."""
-        events = [j for j in self.flow.evaluations[span] if layers is None or self._layer(j) in layers]
+    def _safe(self, span: int, kind: str, where: Callable[[int], bool] | None) -> bool:
+        """Whether rounding an expression's value changes no unrounded read, over all its evaluations, or some."""
+        events = [j for j in self.flow.evaluations[span] if where is None or where(j)]
         if kind == "argument":
             call = self.spans.call_around(span)
             return call is not None and not any(
@@ -254,7 +275,7 @@ class Planner:
             for j in self.flow.seen[v]:
                 c = self.changes.get(self._span(j))
                 first = isinstance(self.spans.nodes[self._span(j)], ast.Call) or j == self.flow.seen[v][0]
-                if j < i and c is not None and c.down and c.down_in is None and first:
+                if j < i and c is not None and c.down and c.down_in is None and c.down_at is None and first:
                     return True
         return False
 
@@ -284,6 +305,9 @@ class Planner:
     def _value(self, j: int) -> int:
         return self._event(j).value
 
+    def _module(self, j: int) -> str:
+        return self._event(j).module
+
     def _layer(self, j: int) -> int | None:
         return layer_of(self._event(j).module)
 
@@ -293,4 +317,9 @@ class Planner:
 
     def _operand_span(self, read: tuple[int, int]) -> int | None:
         """The expression that yields an operand: the last one before the op."""
-        return next((self._span(j) for j in reversed(self.flow.seen[self.flow.operand(read)]) if j < read[0]), None)
+        seen = reversed(self.flow.seen[self.flow.operand(read)])
+        return next((self._span(j) for j in seen if j < read[0] and not self._about(j)), None)
+
+    def _about(self, j: int) -> bool:
+        """Whether an expression is read for what the tensor is like, not for its elements."""
+        return self.spans.read_for(self._span(j)) in ("dtype", "device", "shape", "ndim")

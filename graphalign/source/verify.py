@@ -163,6 +163,8 @@ def verify(reference: Reference, generated: Generated, recapture: Recapture | No
                 less = generated.without(span, part)
             except PatchError:
                 continue
+            if less.body == generated.body:
+                continue  # a dtype that is read for a cast that went: its line went too
             count += 1
             if reference.compare(less):
                 continue
