@@ -61,8 +61,8 @@ class Emitter:
         edits: list[_Text] = []
         for span, change in sorted(changes.items()):
             edits += self._edit(span, change)
-        for (function, at), name in self.told.items():
-            edits += self._tell(function, at, name)
+        for (function, inside), name in self.told.items():
+            edits += self._tell(function, inside, name)
         for span, (layers, every) in self.guards.items():
             line, text = guard(self.spans, span, layers, every, lambda x, s=span: self._condition(s, x))  # type: ignore[misc]
             at = self._offset(line, 0)
@@ -77,6 +77,8 @@ class Emitter:
         start, end = self._offset(node.lineno, node.col_offset), self._offset(node.end_lineno or 0, node.end_col_offset or 0)
         out: list[_Text] = []
         if change.literal:
+            if (call := self.spans.taken_as(span)) is not None:
+                return [_Text(self._cast(call), self._offset(call.end_lineno or 0, call.end_col_offset or 0), f".to({self.low})", (2, 0))]
             p = self.spans.parent(span)
             assert isinstance(p, ast.Attribute)
             out.append(_Text(start, self._offset(p.end_lineno or 0, p.end_col_offset or 0), self.low, (2, 0)))
@@ -87,10 +89,7 @@ class Emitter:
                     "a rounding inside a call must go, and only casts can be taken out", where=self.spans.show(span),
                     hint="use `graphalign.apply`",
                 )  # fmt: skip
-            dot = self.source.rindex(
-                b".", 0, self._offset(node.func.end_lineno or 0, node.func.end_col_offset or 0) - len(node.func.attr) + 1
-            )
-            out.append(_Text(dot, end, "", (2, 0)))
+            out.append(_Text(self._cast(node), end, "", (2, 0)))
         suffix = self._suffix(span, change)
         if suffix:
             wrap = isinstance(node, ast.BinOp | ast.UnaryOp | ast.IfExp | ast.Compare)
@@ -101,6 +100,12 @@ class Emitter:
             at = end + 1 if inner else end
             out.append(_Text(at, at, (")" if wrap and not inner else "") + suffix, (1, end - start)))
         return out
+
+    def _cast(self, call: ast.Call) -> int:
+        """Where the cast of `x.to(...)` begins: at its dot."""
+        assert isinstance(call.func, ast.Attribute)
+        name_end = self._offset(call.func.end_lineno or 0, call.func.end_col_offset or 0)
+        return self.source.rindex(b".", 0, name_end - len(call.func.attr) + 1)
 
     def _suffix(self, span: int, c: Change) -> str:
         up = ".float()" if c.up else ""

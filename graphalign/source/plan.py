@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from graphalign.errors import PatchError
 from graphalign.ir.paths import layer_of
 from graphalign.source.flow import Flow
-from graphalign.source.spans import Spans
+from graphalign.source.spans import Spans, place
 from graphalign.source.watch import Op, Seen
 
 PROMOTES = frozenset({"add", "sub", "mul", "div", "rsub", "cat", "where", "maximum", "minimum"})
@@ -150,7 +150,7 @@ class Planner:
         # a cut that is there already
         for j, span, kind in found:
             c = self.changes.get(span)
-            if c is None or not c.down or not self._safe(span, kind, lambda k, j=j: self._module(k) == self._module(j)):
+            if c is None or not c.down or not self._safe(span, kind, self._in_module(self._module(j))):
                 continue
             if (c.down_in is None or self._layer(j) in c.down_in) and (c.down_at is None or self._module(j) in c.down_at):
                 return
@@ -170,10 +170,10 @@ class Planner:
             return
         for j, span, kind in usable:
             modules = {self._module(k) for k in self.flow.evaluations[span]}
-            safe = frozenset(m for m in modules if self._safe(span, kind, lambda k, m=m: self._module(k) == m))
+            safe = frozenset(m for m in modules if self._safe(span, kind, self._in_module(m)))
             if self._module(j) in safe and self.spans.functions[span].endswith(".forward") and "" not in safe:
-                low = {self._module(k) for k in self.flow.evaluations[span] if self._low_anyway(k)}
-                self._down(span, None, read, at=safe & (low | {self._module(j)}))
+                narrow = {self._module(k) for k in self.flow.evaluations[span] if self._low_anyway(k)}
+                self._down(span, None, read, at=safe & (narrow | {self._module(j)}))
                 return
         e = self.flow.ops[reader]
         last = found[-1][1] if found else None
@@ -186,6 +186,9 @@ class Planner:
     def _low_anyway(self, j: int) -> bool:
         """Whether an evaluation yields the low format in the generated code too: the other branch of a condition would widen it."""
         return self.flow.low(self._value(j)) and not self.flow.widened().get(self._value(j))
+
+    def _in_module(self, module: str) -> Callable[[int], bool]:
+        return lambda k: self._module(k) == module
 
     def _in_layer(self, layer: int | None) -> Callable[[int], bool]:
         return lambda k: self._layer(k) == layer
@@ -262,6 +265,9 @@ class Planner:
         for span, events in self.flow.evaluations.items():
             if self.spans.read_for(span) != "dtype":
                 continue
+            call = self.spans.taken_as(span)
+            if call is not None and self.changes[self.spans.by_place[place(call)]].uncast:
+                continue  # the whole cast goes
             hot = [j for j in events if widened.get(self._value(j)) and self.flow.low(self._value(j))]
             if any(not self.rounded_before(j) for j in hot):
                 self.changes[span].literal = True

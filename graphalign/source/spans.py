@@ -63,7 +63,15 @@ class Spans:
     def read_for(self, span: int) -> str:
         """The attribute that is read of the expression's value: `x` in `x.dtype` is read for its dtype."""
         p = self.parent(span)
+        if self.taken_as(span) is not None:
+            return "dtype"
         return p.attr if isinstance(p, ast.Attribute) else ""
+
+    def taken_as(self, span: int) -> ast.Call | None:
+        """The call `y.type_as(x)` whose `x` a span is: it reads no more of it than its dtype."""
+        p = self.parent(span)
+        named = isinstance(p, ast.Call) and isinstance(p.func, ast.Attribute) and p.func.attr == "type_as"
+        return p if isinstance(p, ast.Call) and named and self.nodes[span] is not p else None
 
     def show(self, span: int) -> str:
         """Line and text, for messages."""
