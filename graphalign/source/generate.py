@@ -15,10 +15,10 @@ from graphalign.patch.spec import PatchSpec, digest, dump
 from graphalign.source.emit import Emitter
 from graphalign.source.flow import Flow
 from graphalign.source.frame import footer, header
-from graphalign.source.guard import find_guards
+from graphalign.source.guard import find_guards, wide_inputs
 from graphalign.source.plan import Change, Planner
 from graphalign.source.spans import Spans
-from graphalign.source.stock import Stock, load_module, read_stock
+from graphalign.source.stock import Stock, load_module, read_stock, restore, swap_classes
 from graphalign.source.watch import Seen, watch
 
 
@@ -107,7 +107,15 @@ def generate(model: nn.Module, spec: PatchSpec) -> Generated:
     emitter = Emitter(spans, formats[0], model, modules)
     planner = Planner(flow, spans, emitter.knows_layer)
     changes = planner.run()
-    emitter.guards = {s: g for s, g in find_guards(flow, spans, planner).items() if g[0] == g[1] or emitter.knows_layer(s)}
+    made = _assemble(stock, spec, spans, changes, emitter)
+    swapped = swap_classes(model, stock.module, made.load())
+    try:
+        inputs = wide_inputs(model)
+    except Exception as e:  # whatever the generated code raises
+        raise PatchError(f"the generated file does not run: {type(e).__name__}: {e}", hint="use `graphalign.apply`") from e
+    finally:
+        restore(swapped)
+    emitter.guards = {s: g for s, g in find_guards(flow, spans, inputs).items() if g[0] == g[1] or emitter.knows_layer(s)}
     return _assemble(stock, spec, spans, changes, emitter)
 
 

@@ -11,9 +11,12 @@ import ast
 from collections import defaultdict
 from collections.abc import Callable
 
+import torch
+from torch import nn
+
 from graphalign.ir.paths import layer_of, unit_of
 from graphalign.source.flow import Flow
-from graphalign.source.plan import Layers, Planner
+from graphalign.source.plan import Layers
 from graphalign.source.spans import Spans
 from graphalign.source.watch import Seen
 
@@ -31,12 +34,38 @@ def {CALL}(x, wanted, name):
 '''
 
 
-def find_guards(flow: Flow, spans: Spans, planner: Planner) -> dict[int, tuple[Layers, Layers]]:
-    """Span of the first read of a layer's first argument to (layers where it is FP32 in the generated code, all layers)."""
+def wide_inputs(model: nn.Module) -> set[str]:
+    """The modules whose first input arrives in FP32, in one forward of the model as it stands."""
+    wide: set[str] = set()
+
+    def look(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+            first = args[0] if args else next(iter(kwargs.values()), None)
+            if isinstance(first, torch.Tensor) and first.dtype == torch.float32:
+                wide.add(name)
+
+        return hook
+
+    inside = [(n, m) for n, m in model.named_modules() if layer_of(n) is not None and unit_of(n) == n]
+    handles = [m.register_forward_pre_hook(look(n), with_kwargs=True) for n, m in inside]
+    try:
+        with torch.no_grad():
+            model(input_ids=torch.arange(8)[None] + 3, use_cache=False)
+    finally:
+        for h in handles:
+            h.remove()
+    return wide
+
+
+def find_guards(flow: Flow, spans: Spans, inputs: set[str]) -> dict[int, tuple[Layers, Layers]]:
+    """Span of the first read of a layer's first argument to (layers where it is FP32 in the generated code, all layers).
+
+    `inputs`: what `wide_inputs` finds in the generated model.
+    """
     wide: dict[int, set[int | None]] = defaultdict(set)
     every: dict[int, set[int | None]] = defaultdict(set)
     entered: set[str] = set()
-    for i, e in enumerate(flow.events):
+    for e in flow.events:
         if not isinstance(e, Seen) or e.value < 0 or e.module in entered or layer_of(e.module) is None or unit_of(e.module) != e.module:
             continue
         node = spans.nodes[e.span]
@@ -44,7 +73,7 @@ def find_guards(flow: Flow, spans: Spans, planner: Planner) -> dict[int, tuple[L
             continue
         entered.add(e.module)
         every[e.span].add(layer_of(e.module))
-        if flow.low(e.value) and flow.widened().get(e.value) and not planner.rounded_before(i):
+        if flow.low(e.value) and e.module in inputs:
             wide[e.span].add(layer_of(e.module))
     return {s: (frozenset(found), frozenset(every[s])) for s, found in wide.items()}
 
