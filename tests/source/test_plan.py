@@ -107,3 +107,10 @@ def test_a_rounded_layer_input_raises() -> None:
         with pytest.raises(RuntimeError, match="cast_forward_inputs=False"):
             model(input_ids=torch.arange(4)[None])
         handle.remove()
+
+
+def test_layers_that_differ_have_a_condition() -> None:
+    """Where a norm reads its input rounded is for its callers to say: it does not know its layer."""
+    found = "\n".join(added("arcee"))
+    assert "def forward(self, hidden_states: torch.Tensor, rounded=False) -> torch.Tensor:" in found
+    assert "self.post_attention_layernorm(hidden_states, rounded=self.self_attn.layer_idx" in found
