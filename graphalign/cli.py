@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from graphalign.ir.training import TrainingGraph
     from graphalign.sites.report import Report
 
-BUG, SEMANTIC, INTERRUPTED, TERMINATED = 1, 3, 130, 143
+BUG, SEMANTIC, PARTIAL, INTERRUPTED, TERMINATED = 1, 3, 7, 130, 143
 ORDER = (
     "find", "capture", "diff", "why", "show", "render", "patch", "apply", "check", "source", "schema", "drift", "compare", "targets",
     "verify", "clusters", "rules",
@@ -141,7 +141,8 @@ def root(
     Start with [bold]graphalign find example:qwen3 --out out/qwen3[/], which needs no model and no GPU.
 
     Exit codes: 0 done, 1 a bug in graphalign, 2 bad input, 3 the two sides compute different functions, 4 capture failed,
-    5 something moved since the baseline, 6 a patch is not proven, 7 a patch is proven but partial, 130 interrupted, 143 terminated.
+    5 something moved since the baseline, 6 a patch is not proven, 7 partial: part of the model was not compared, or of the
+    differences a patch is proven for, 130 interrupted, 143 terminated.
     """
 
 
@@ -225,7 +226,7 @@ def show_report(report: Report, path: Path) -> None:
 
 
 def finish(report: Report) -> None:
-    """Exit with 3 if the two sides compute different functions."""
+    """Exit with 3 if the two sides compute different functions, with 7 if a part of the model was not compared."""
     if report.semantic:
         places = f"{len(report.semantic)} place{'s' if len(report.semantic) > 1 else ''}"
         text = (
@@ -233,6 +234,10 @@ def finish(report: Report) -> None:
         )
         console.messages().print(text, highlight=False, soft_wrap=True)
         raise typer.Exit(SEMANTIC)
+    if report.uncompared:
+        text = "[bold yellow]part of the model was not compared[/]: what was found is of the rest; see `uncompared` in the sites file"
+        console.messages().print(text, highlight=False, soft_wrap=True)
+        raise typer.Exit(PARTIAL)
 
 
 def main() -> NoReturn:

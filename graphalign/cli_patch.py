@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from graphalign import console
-from graphalign.cli import EngineArgs, Layers, Model, Rules, Timeout, VllmPython, app
+from graphalign.cli import PARTIAL, EngineArgs, Layers, Model, Rules, Timeout, VllmPython, app
 from graphalign.errors import BadInputError
 
 if TYPE_CHECKING:
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 NOT_PROVEN = 6
 """Exit code of `check` if an edit of the patch is wrong, or was not shown to be right."""
-PARTIAL = 7
-"""Exit code of `check` if all edits of the patch are proven, and the patched model still differs from the engine, or may."""
 PROMPT = tuple((17 * i + 5) % 997 for i in range(57))
 """Token ids of the replay's prompt (taken modulo the vocabulary)."""
 

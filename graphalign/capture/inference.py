@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,6 +27,12 @@ ROLLOUT_SCRIPT = SCRIPT.with_name("rollout_script.py")
 """Captures, and then generates on the engine that was captured."""
 GPU_SCRIPT = Path(__file__).parents[1] / "engines" / "gpu" / "script.py"
 """Stands in for the engine on a GPU that isn't here."""
+ENGINE_LOG = "graphalign-engine.log"
+"""The engine's log, kept beside where the capture was to be written, if it failed."""
+MOST_CAUSES = 3
+_PREFIX = re.compile(r"^(?:\((?:\w|[ =:])+\)\s*)?(?:(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\]\s*)?")
+"""What vLLM puts before a line: the process, the level, time and place."""
+_EXCEPTION = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Refused)\b: .")
 LOG_LINES = 12
 """Log lines shown when the engine fails."""
 
@@ -110,13 +117,47 @@ def capture_inference(
         (work / "request.json").write_text(json.dumps(request))
         with (work / "log.txt").open("w+") as log:
             script = GPU_SCRIPT if gpu is not None else ROLLOUT_SCRIPT if rollouts else SCRIPT
-            _run(engine, script, work / "request.json", log, timeout, progress)
             try:
-                graph = read_json(written, InferenceGraph, kind="inference capture")
-            except CaptureFileError as e:
-                raise CaptureFailedError(f"the engine wrote no usable capture: {e.what}", where=_tail(log)) from None
+                _run(engine, script, work / "request.json", log, timeout, progress)
+                graph = _read(written, log)
+            except CaptureFailedError as e:
+                raise _with_log(e, log, destination.parent) from None
         write_bytes(destination, written.read_bytes())
     return graph
+
+
+def _read(written: Path, log: IO[str]) -> InferenceGraph:
+    try:
+        return read_json(written, InferenceGraph, kind="inference capture")
+    except CaptureFileError as e:
+        raise CaptureFailedError(f"the engine wrote no usable capture: {e.what}", where=_tail(log)) from None
+
+
+def _with_log(error: CaptureFailedError, log: IO[str], folder: Path) -> CaptureFailedError:
+    """The same error with its likely causes from the engine's log, which is kept as `folder`/graphalign-engine.log and named."""
+    log.flush()
+    log.seek(0)
+    text = log.read()
+    causes = [line for line in causes_in(text) if line not in error.what]
+    where = "\n".join([*(f"cause: {line}" for line in causes), *error.where.splitlines()])
+    hint = error.hint
+    if missing := re.search(r"No module named '([\w.]+)'", "\n".join(causes)):
+        package = missing[1].partition(".")[0]
+        hint = f"the model needs {package}, which the engine's environment lacks: install a build that fits its torch\n{hint}"
+    kept = folder / ENGINE_LOG
+    try:
+        write_bytes(kept, text.encode(errors="replace"))
+    except BadInputError:
+        return CaptureFailedError(error.what, where=where, hint=hint)
+    return CaptureFailedError(error.what, where=where, hint=f"{hint}\nthe engine's whole log: {kept}".strip())
+
+
+def causes_in(log: str) -> list[str]:
+    """Exceptions that a log ends tracebacks with, the last first: what a summary ("failed to be inspected") hides."""
+    found = [line.strip()[:300] for line in log.splitlines() if _EXCEPTION.match(_PREFIX.sub("", line.strip()))]
+    found = [_PREFIX.sub("", line) for line in found]
+    told = [line for line in dict.fromkeys(reversed(found)) if not line.endswith(":")]
+    return sorted(told, key=lambda line: not line.startswith(("ModuleNotFoundError", "ImportError")))[:MOST_CAUSES]
 
 
 def _check_ranks(engine_args: Mapping[str, Any], simulated: bool) -> None:

@@ -73,6 +73,7 @@ def make_spec(
         model=model,
         sources=report.model.get("sources", {}),
         captures=dict(captures or {}),
+        partial=report.uncompared,
         groups=tuple(groups),
         skipped=tuple(skipped),
     )

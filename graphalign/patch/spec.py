@@ -113,6 +113,8 @@ class PatchSpec(Frozen):
     """Digests of both captures."""
     groups: tuple[Group, ...]
     skipped: tuple[Skipped, ...] = ()
+    partial: tuple[str, ...] = ()
+    """In words, what of the model was not compared; empty for a patch that is of the whole model."""
 
     @property
     def edges(self) -> int:
@@ -140,7 +142,11 @@ def parse_layers(text: str) -> tuple[int, ...]:
 
 def dump(spec: PatchSpec) -> str:
     """YAML text of a spec, in a fixed order, one edit's fields a line each, fit for diffs."""
-    return yaml.safe_dump(json.loads(spec.model_dump_json()), sort_keys=False, width=120, allow_unicode=True)
+    data = json.loads(spec.model_dump_json())
+    if not spec.partial:
+        del data["partial"]
+    head = "".join(f"# PARTIAL: {said}\n" for said in spec.partial)
+    return head + yaml.safe_dump(data, sort_keys=False, width=120, allow_unicode=True)
 
 
 def save(spec: PatchSpec, path: str | Path) -> None:

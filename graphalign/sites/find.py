@@ -22,7 +22,7 @@ from graphalign.align.inside import Inside, compare_inside
 from graphalign.evaluate.aten import FACTORIES, base
 from graphalign.ir.collector import paused
 from graphalign.ir.dataflow import Dataflow, Op
-from graphalign.ir.inference import InferenceGraph
+from graphalign.ir.inference import TAIL, InferenceGraph
 from graphalign.ir.training import TrainingGraph
 from graphalign.rules import rules_dir
 from graphalign.sites.assumed import assumed_anchors, compared_anchors, unexercised
@@ -110,6 +110,19 @@ def _edit(f: Finding) -> Edit:
     return Edit(f.consumer, f.slot, f.verdict, f.inference[-1] if f.inference else "")
 
 
+def uncompared(al: Alignment, *, tail: bool) -> tuple[str, ...]:
+    """A sentence for each side that has anchors without a partner; `tail` says whether the engine's tail was captured."""
+    own = [op for op in al.training.ops if op.kind == "anchor" and op.id not in al.partners and (tail or op.id not in al.regions.tail)]
+    theirs = [op for op in al.inference.ops if op.kind == "anchor" and op.id not in al.reverse]
+    out = []
+    for ops, side, other in ((own, "the trainer", "the engine"), (theirs, "the engine", "the trainer")):
+        if ops:
+            kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(Counter(op.target for op in ops).items()))
+            places = ", ".join(dict.fromkeys(pattern_of(op.module) or op.name for op in ops))
+            out.append(f"{len(ops)} anchors of {side} have no partner in {other} ({kinds}): {places}"[:400])
+    return tuple(out)
+
+
 def unrotated(flow: Dataflow) -> tuple[int, ...]:
     """Layers that have attention, to whose queries and keys no table leads inside the layer, in order."""
     found = []
@@ -188,6 +201,7 @@ class _Builder:
             + self.i.notes
             + self._table_notes()
             + name_notes(self.al, self.inference, self.training),
+            uncompared=uncompared(self.al, tail=any(g.name == TAIL for g in self.inference.graphs)),
             unrotated=unrotated(self.t),
             drawing=draw(self.al, self.ends, self.comparison.findings, self.site_of, self.divergence.semantic),
         )

@@ -142,6 +142,8 @@ class Report(Frozen):
     """Counts, chance-match rate, agreement of anchor operands without and with the sites' edits, seconds per stage."""
     nodes: tuple[NodeStatus, ...] = ()
     notes: tuple[str, ...] = ()
+    uncompared: tuple[str, ...] = ()
+    """In words, which GEMMs, attentions and other anchors have no partner on the other side: the result is of a part of the model."""
     unrotated: tuple[int, ...] = ()
     """Layers of the trainer that have attention and read no table: no rotary embedding is applied there."""
     drawing: Drawing | None = None

@@ -33,6 +33,8 @@ MOST = 0.9
 
 def render_table(report: Report, console: Console) -> None:
     """Print groups and sites, then what is not a site, then what to do next."""
+    for said in report.uncompared:
+        console.print(Text(f"not compared: {said}", style="bold yellow"))
     table = Table(title="Where BF16 rounding moved", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("group: value → reader", overflow="fold")
     table.add_column("layers", no_wrap=True)

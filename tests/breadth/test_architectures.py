@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
+from io import StringIO
 
+import pytest
+import yaml
+from rich.console import Console
+
+from graphalign.patch.make import make_spec
+from graphalign.patch.spec import PatchSpec, dump
 from graphalign.sites.find import diff
+from graphalign.sites.table import render_table
 from tests.breadth.captured import captures, counts, entries, report
 
 COMPLETE = {
@@ -353,3 +360,34 @@ def test_heads_in_another_order_on_both_sides_are_the_same_function() -> None:
     assert found.semantic == ()
     assert any("cannot be taken as one" in e.reason or "as one op" in e.reason for e in found.leftovers)
     assert not any(e.what == "attention" for e in found.leftovers)
+
+
+def test_anchors_without_a_partner_are_said_first() -> None:
+    """Llama 4: its experts are products of the trainer that the engine's one op hides."""
+    found = report("llama4")
+    assert "have no partner in the engine" in found.uncompared[0]
+    assert "model.layers.*.feed_forward.experts" in found.uncompared[0]
+    out = StringIO()
+    render_table(found, Console(file=out, width=100))
+    assert out.getvalue().lstrip().startswith("not compared: ")
+    spec = make_spec(found)
+    assert spec.partial == found.uncompared
+    text = dump(spec)
+    assert text.startswith("# PARTIAL: ")
+    assert PatchSpec.model_validate(yaml.safe_load(text)) == spec
+
+
+def test_a_weight_read_by_one_side_only_is_not_compared() -> None:
+    """As an engine with another head: the GEMM and what is behind it have no partner."""
+    inference, training = captures("qwen3_tail")
+    other = tuple(
+        i.model_copy(update={"name": "another.weight"}) if i.name == "model.layers.1.mlp.up_proj.weight" else i for i in training.inputs
+    )
+    found = diff(inference, training.model_copy(update={"inputs": other}))
+    assert any("have no partner" in said for said in found.uncompared)
+
+
+@pytest.mark.parametrize("name", COMPLETE)
+def test_a_complete_result_is_of_the_whole_model(name: str) -> None:
+    assert report(name).uncompared == ()
+    assert "partial" not in dump(make_spec(report(name)))

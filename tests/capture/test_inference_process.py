@@ -145,3 +145,22 @@ def test_a_model_must_have_a_config_and_weights_if_real(tmp_path: Path, model: P
         inference.capture_inference(model, tmp_path / "out.json", weights="real")
     with pytest.raises(BadInputError, match="0 layers"):
         inference.capture_inference(model, tmp_path / "out.json", layers=0)
+
+
+def test_the_log_of_a_failed_engine_is_kept_and_its_causes_are_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: Path) -> None:
+    """vLLM's summary says "please check the logs"; the cause is a traceback far above it, in a subprocess."""
+    lines = [
+        "(EngineCore pid=7) ERROR 12-01 03:00:00 [registry.py:1] ModuleNotFoundError: No module named 'torchvision'",
+        *(f"line {n}" for n in range(100)),
+        "RuntimeError: Error raised in subprocess:",
+        "ValueError: Model architectures ['X'] failed to be inspected. Please check the logs for more details.",
+    ]
+    play(monkeypatch, tmp_path, f"print({chr(10).join(lines)!r})\nsys.exit(3)")
+    with pytest.raises(CaptureFailedError) as failure:
+        inference.capture_inference(model, tmp_path / "out" / "inf.json.gz")
+    assert failure.value.where.splitlines()[0] == "cause: ModuleNotFoundError: No module named 'torchvision'"
+    assert "Error raised in subprocess:" not in "".join(x for x in failure.value.where.splitlines() if x.startswith("cause"))
+    assert "needs torchvision" in failure.value.hint
+    kept = tmp_path / "out" / "graphalign-engine.log"
+    assert f"the engine's whole log: {kept}" in failure.value.hint
+    assert kept.read_text().splitlines() == lines

@@ -27,6 +27,7 @@ class Report(BaseModel):
     groups: list[str] = []
     leftovers: list[str] = []
     semantic: list[str] = []
+    uncompared: list[str] = []
 
 
 INFERENCE = InferenceGraph(

@@ -134,3 +134,13 @@ def test_a_run_that_failed_leaves_no_empty_folders(stage, tmp_path: Path) -> Non
     assert list((tmp_path / "mine").iterdir()) == []
     assert stage.run("find", "example:qwen3", "--out", tmp_path / "mine").code == 130
     assert (tmp_path / "mine").is_dir()
+
+
+def test_a_part_that_was_not_compared_exits_7_and_semantic_goes_first(stage, tmp_path: Path) -> None:
+    stage.report.uncompared = ["2 anchors of the trainer have no partner"]
+    result = stage.run("find", "example:qwen3", "--out", tmp_path / "a")
+    assert result.code == 7
+    assert "part of the model was not compared" in result.err
+    assert (tmp_path / "a" / "sites.json").exists()
+    stage.report.semantic = ["the YaRN factor is missing"]
+    assert stage.run("find", "example:qwen3", "--out", tmp_path / "b").code == 3
