@@ -20,7 +20,15 @@ def rules(tmp_path: Path) -> Path:
     """A copy of the rules that the three examples are enough for."""
     shutil.copytree(rules_dir(), tmp_path / "rules")
     folder = tmp_path / "rules"
-    for unused in ("ops/moe.yaml", "ops/latent.yaml", "ops/parallel.yaml", "ops/recurrent.yaml", "ops/custom.yaml", "expected/moe.yaml"):
+    for unused in (
+        "ops/moe.yaml",
+        "ops/latent.yaml",
+        "ops/parallel.yaml",
+        "ops/recurrent.yaml",
+        "ops/custom.yaml",
+        "expected/moe.yaml",
+        "expected/layernorm.yaml",
+    ):
         (folder / unused).unlink(missing_ok=True)
     (folder / "expected" / "dense.yaml").write_text(
         "- {architecture: Qwen2ForCausalLM, device: cpu,\n"
