@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
+import networkx as nx
+
 from graphalign.align.align import Alignment
+from graphalign.align.check import QUERY_KEY
 from graphalign.align.exercise import only_here
 from graphalign.align.inside import Inside, words
+from graphalign.ir.dataflow import Dataflow
+from graphalign.ir.paths import layer_of, pattern_of
 
 ASSUMED = "assumed equal: joined by owner, its inside was not compared"
 
@@ -27,3 +34,32 @@ def unexercised(al: Alignment) -> dict[tuple[str, int], str]:
         (side, op): why.format(pick.what, sides[side])
         for (side, op), pick in only_here(al.dormant, al.regions.region, al.region_of).items()
     }
+
+
+def uncompared(al: Alignment, *, tail: bool) -> tuple[str, ...]:
+    """A sentence for each side that has anchors without a partner; `tail` says whether the engine's tail was captured."""
+    own = [op for op in al.training.ops if op.kind == "anchor" and op.id not in al.partners and (tail or op.id not in al.regions.tail)]
+    theirs = [op for op in al.inference.ops if op.kind == "anchor" and op.id not in al.reverse]
+    out = []
+    for ops, side, other in ((own, "the trainer", "the engine"), (theirs, "the engine", "the trainer")):
+        if ops:
+            kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(Counter(op.target for op in ops).items()))
+            places = ", ".join(dict.fromkeys(pattern_of(op.module) or op.name for op in ops))
+            out.append(f"{len(ops)} anchors of {side} have no partner in {other} ({kinds}): {places}"[:400])
+    return tuple(out)
+
+
+def unrotated(flow: Dataflow) -> tuple[int, ...]:
+    """Layers that have attention, to whose queries and keys no table leads inside the layer, in order."""
+    found = []
+    for attention in flow.ops:
+        if attention.target == "attention" and (layer := layer_of(attention.module)) is not None:
+            inside = nx.DiGraph()
+            inside.add_node(attention.id)
+            for op in flow.ops[: attention.id + 1]:
+                if layer_of(op.module) == layer:
+                    read = op.operands[:QUERY_KEY] if op is attention else op.operands
+                    inside.add_edges_from((r.producer, op.id) for operand in read for r in operand)
+            if all(flow.ops[i].kind != "table" for i in nx.ancestors(inside, attention.id)):
+                found.append(layer)
+    return tuple(sorted(set(found)))

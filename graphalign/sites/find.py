@@ -10,22 +10,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import networkx as nx
-
 from graphalign.align.accumulate import differing_sums
 from graphalign.align.align import Alignment, Pair, Progress, prepare
 from graphalign.align.anchors import compare_anchors
-from graphalign.align.check import EXACT, QUERY_KEY, Check, Confirmation, Edit, check
+from graphalign.align.check import EXACT, Check, Confirmation, Edit, check
 from graphalign.align.edges import Comparison, Finding
 from graphalign.align.finer import compare_pair
 from graphalign.align.inside import Inside, compare_inside
 from graphalign.evaluate.aten import FACTORIES, base
 from graphalign.ir.collector import paused
-from graphalign.ir.dataflow import Dataflow, Op
+from graphalign.ir.dataflow import Op
 from graphalign.ir.inference import TAIL, InferenceGraph
 from graphalign.ir.training import TrainingGraph
 from graphalign.rules import rules_dir
-from graphalign.sites.assumed import assumed_anchors, compared_anchors, unexercised
+from graphalign.sites.assumed import assumed_anchors, compared_anchors, uncompared, unexercised, unrotated
 from graphalign.sites.diagram_data import draw
 from graphalign.sites.divergence import Divergence, Parting, explained, find_misplaced, find_partings, label
 from graphalign.sites.ends import Ends, layer_of, pattern_of
@@ -86,7 +84,7 @@ def diff_pair(pair: Pair, rules: Path, progress: Progress | None = None, started
         {"align": aligned - started, "check": checked - aligned}, len(assumed)
     )
     say("report", 1.0)
-    return report.model_copy(update={"notes": (*pair.ranges, *report.notes)}) if pair.ranges else report
+    return report
 
 
 def _withdrawn(f: Finding) -> Finding:
@@ -108,35 +106,6 @@ def _assume(f: Finding) -> Edit:
 
 def _edit(f: Finding) -> Edit:
     return Edit(f.consumer, f.slot, f.verdict, f.inference[-1] if f.inference else "")
-
-
-def uncompared(al: Alignment, *, tail: bool) -> tuple[str, ...]:
-    """A sentence for each side that has anchors without a partner; `tail` says whether the engine's tail was captured."""
-    own = [op for op in al.training.ops if op.kind == "anchor" and op.id not in al.partners and (tail or op.id not in al.regions.tail)]
-    theirs = [op for op in al.inference.ops if op.kind == "anchor" and op.id not in al.reverse]
-    out = []
-    for ops, side, other in ((own, "the trainer", "the engine"), (theirs, "the engine", "the trainer")):
-        if ops:
-            kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(Counter(op.target for op in ops).items()))
-            places = ", ".join(dict.fromkeys(pattern_of(op.module) or op.name for op in ops))
-            out.append(f"{len(ops)} anchors of {side} have no partner in {other} ({kinds}): {places}"[:400])
-    return tuple(out)
-
-
-def unrotated(flow: Dataflow) -> tuple[int, ...]:
-    """Layers that have attention, to whose queries and keys no table leads inside the layer, in order."""
-    found = []
-    for attention in flow.ops:
-        if attention.target == "attention" and (layer := layer_of(attention.module)) is not None:
-            inside = nx.DiGraph()
-            inside.add_node(attention.id)
-            for op in flow.ops[: attention.id + 1]:
-                if layer_of(op.module) == layer:
-                    read = op.operands[:QUERY_KEY] if op is attention else op.operands
-                    inside.add_edges_from((r.producer, op.id) for operand in read for r in operand)
-            if all(flow.ops[i].kind != "table" for i in nx.ancestors(inside, attention.id)):
-                found.append(layer)
-    return tuple(sorted(set(found)))
 
 
 class _Builder:
@@ -196,7 +165,8 @@ class _Builder:
             ),
             stats=self._stats(groups, seconds, assumed),
             nodes=statuses(self.al, self.comparison, self._where, self.assumed, self.compared, self.unexercised),
-            notes=tuple(header.notes)
+            notes=self.pair.ranges
+            + tuple(header.notes)
             + tuple(self.training.header.notes)
             + self.i.notes
             + self._table_notes()

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 
 from graphalign.evaluate.aten import ATTENTIONS, MATMULS, base
+from graphalign.evaluate.trace_training import QUERY_KEY_VALUE
 from graphalign.ir.args import references
 from graphalign.ir.training import TrainingGraph
 
-QUERY_KEY_VALUE = 3
 Formats = dict[tuple[str, str], set[tuple[str, ...]]]
 """(module, op) to the formats of its tensor operands, one tuple for each different call."""
 
