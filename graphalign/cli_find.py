@@ -92,9 +92,14 @@ class Trainer:
     logprobs: str
 
     def capture(
-        self, stages: console.Stages, *, tokens: int | None = None, then: Callable[[nn.Module], None] | None = None
+        self,
+        stages: console.Stages,
+        *,
+        tokens: int | None = None,
+        reach: int | None = None,
+        then: Callable[[nn.Module], None] | None = None,
     ) -> TrainingGraph:
-        """Record one forward of so many tokens; `then` is called with the model afterwards."""
+        """Record one forward of so many tokens, spread over `reach` positions; `then` is called with the model afterwards."""
         stages.start("training")("find the model")
         from graphalign.capture.training import capture_training
         from graphalign.engines.examples import resolve_model
@@ -110,6 +115,7 @@ class Trainer:
             progress=stages,
             then=then,
             logprobs=self.logprobs,
+            reach=reach,
             **({} if tokens is None else {"tokens": tokens}),  # type: ignore[arg-type]
         )
 
@@ -177,7 +183,9 @@ def find(
     with console.Stages() as stages:
         inference = engine.capture(out / "inference.json.gz", stages)
         probe = Probe(model, weights, autocast, stages)
-        training = trainer.capture(stages, tokens=tokens_to_record(inference), then=probe)
+        training = trainer.capture(
+            stages, tokens=tokens_to_record(inference), reach=inference.header.model.get("max_model_len"), then=probe
+        )
         write_json(out / "training.json.gz", training)
         report = probe.rank(run_diff(stages, inference, training, rules))
         if kernels is not None:
@@ -247,6 +255,10 @@ def capture_training_command(
     tokens: Annotated[
         int | None, typer.Option(min=2, metavar="N", help="Number of tokens: that of `compile_sizes` if the engine has exact sizes.")
     ] = None,
+    reach: Annotated[
+        int | None,
+        typer.Option("--max-model-len", min=2, metavar="N", help="The engine's: tokens are spread over so many positions."),
+    ] = None,
 ) -> None:
     """Run one eager forward of the trainer's model and record every kernel with its source.
 
@@ -264,7 +276,7 @@ def capture_training_command(
     trainer = Trainer(model=model, factory=factory, layers=layers, dtype=dtype, autocast=autocast, attention=attention, weights=weights,
                       logprobs=logprobs)  # fmt: skip
     with console.Stages() as stages:
-        graph = trainer.capture(stages, tokens=tokens)
+        graph = trainer.capture(stages, tokens=tokens, reach=reach)
         write_json(output, graph)
     print(f"{output}: {len(graph.nodes)} ops from {len(graph.sources)} source expressions")
 

@@ -165,14 +165,16 @@ def check(
             entry=spec.target.get("entry", "llm"),
         )
         refuse_other_target(spec, inference.header.target)
-        size = tokens_to_record(inference) or 8
+        size, reach = tokens_to_record(inference) or 8, inference.header.model.get("max_model_len")
         stages.start("check")("build the model")
         trainer = _build(model, spec, layers)
         proof = prove(
             trainer,
             spec,
             inference,
-            lambda m: record_forward(m, autocast=spec.regime.get("autocast"), logprobs=spec.regime.get("logprobs", DEFAULT), tokens=size),
+            lambda m: record_forward(
+                m, autocast=spec.regime.get("autocast"), logprobs=spec.regime.get("logprobs", DEFAULT), tokens=size, reach=reach
+            ),
             read_values(recorded, inference) if real else None,
             rules=rules,
             skipped=skipped,

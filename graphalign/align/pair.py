@@ -14,6 +14,7 @@ from graphalign.errors import BadInputError
 from graphalign.evaluate import trace_inference, trace_training
 from graphalign.evaluate.aten import ATTENTIONS, base
 from graphalign.evaluate.identity import anchor_name
+from graphalign.evaluate.offsets import table_offsets
 from graphalign.evaluate.opaque import load_opaque_ops
 from graphalign.evaluate.parts import Made
 from graphalign.evaluate.ranges import decode_range
@@ -175,18 +176,23 @@ def check_same_model(inference: InferenceGraph, training: TrainingGraph) -> None
 
 
 def choose_positions(inference: InferenceGraph, tokens: int, shift: int) -> tuple[int, ...]:
-    """`tokens` positions spread over the whole range, all of them recorded rows of the engine's tables.
+    """`tokens` positions spread over the engine's range, all of them recorded rows of its tables, at every offset that it reads them at.
 
     Tables of fewer rows (a scalar multiplier) are not indexed by position. `shift` picks another set, for the check.
+    The range is the engine's `max_model_len`; of a capture that does not record it, the model's.
     """
+    end = int(inference.header.model.get("max_model_len") or 0)
+    offsets = table_offsets(inference)
     rows: set[int] | None = None
     for t in inference.tables:
-        if len(t.rows) >= tokens:
-            both = set(t.rows) if rows is None else rows & set(t.rows)
+        held = set(t.rows)
+        held = {r for r in held if all(r + n in held for n in offsets.get(t.name, ())) and (not end or r < end)}
+        if len(held) >= tokens:
+            both = held if rows is None else rows & held
             rows = both if len(both) >= tokens else rows
     available = sorted(rows or [])
     if len(available) < tokens:
-        top = int(inference.header.model.get("max_position_embeddings") or 2048)
+        top = end or int(inference.header.model.get("max_position_embeddings") or 2048)
         available = sorted({min(top - 1, i) for i in range(tokens * 4)} | {top - 1})
     usable = available[shift : len(available)] if len(available) - shift >= tokens else available
     picked = [usable[round(i * (len(usable) - 1) / max(tokens - 1, 1))] for i in range(tokens)]

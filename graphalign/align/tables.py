@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from graphalign.evaluate.offsets import table_offsets
 from graphalign.evaluate.trace_training import Tracer
 from graphalign.evaluate.values import round_to
 from graphalign.ir.dataflow import LOW_PRECISION
@@ -59,7 +60,13 @@ def snap(
     snapped: dict[int, torch.Tensor] = {}
     matches: list[TableMatch] = []
     by_position: list[tuple[tuple[str, ...], str, torch.Tensor]]
-    by_position = [((t.name,), t.dtype, rows) for t in capture.tables if (rows := _rows(t, positions)) is not None]
+    offsets = table_offsets(capture)
+    by_position = [
+        ((t.name,), t.dtype, rows)
+        for t in capture.tables
+        for behind in (0, *offsets.get(t.name, ()))
+        if (rows := _rows(t, tuple(p + behind for p in positions))) is not None
+    ]
     by_position += _distinct(computed or {}, len(positions))
     formats = {t.name: t.dtype for t in capture.tables} | dict.fromkeys(computed or {}, "float32")
     whole = [(t, data) for t in capture.tables if (data := _whole(t)) is not None]

@@ -35,6 +35,7 @@ from typing import Any
 
 TABLE_ROWS_DENSE = 16
 TABLE_ROWS_SPREAD = 48
+TABLE_OFFSETS = 8
 TABLE_ROW_LIMIT = 1 << 16
 TABLE_ROWS_FEW = 128
 """Rows up to which a table is recorded whole; a vector is up to `TABLE_ROW_LIMIT`."""
@@ -1326,29 +1327,49 @@ def table_rows(count: int, wide: bool = True) -> list[int]:
     return sorted(rows)
 
 
-def read_table(name: str, t: Any) -> dict[str, Any] | None:
-    """Sampled rows of a tensor, None if a row is too large."""
+def table_offsets(bodies: dict[str, Any]) -> list[int]:
+    """Numbers that loops add to an index before they read with it: LongRoPE reads the second half of its table so (vLLM 0.32)."""
+    found: set[int] = set()
+    for body in bodies.values():
+        ops = body["ops"]
+        if any(str(target).startswith("set_indirect") for _, target, _, _ in ops):
+            numbers = {n: args[0] for n, target, args, _ in ops if target == "constant" and type(args[0]) is int}
+            added = [a for _, target, args, _ in ops if target == "add" for a in args]
+            found |= {numbers[a["n"]] for a in added if isinstance(a, dict) and a.get("n") in numbers}
+    return sorted(n for n in found if n > 0)
+
+
+def read_table(name: str, t: Any, limit: int = 0, offsets: list[int] | None = None) -> dict[str, Any] | None:
+    """Sampled rows of a tensor, None if a row is too large.
+
+    Rows are spread over the whole table and over the engine's positions, which end at `limit`; so are those an offset behind.
+    """
     import torch
 
     t = t.detach()
     t = t.reshape(1) if t.dim() == 0 else t
     if not t.numel() or t[0].numel() > TABLE_ROW_LIMIT or (t.dim() == 1 and t.numel() > TABLE_ROW_LIMIT):
         return None
-    rows = table_rows(t.shape[0], t.dim() > 1)
+    count = t.shape[0]
+    rows = table_rows(count, t.dim() > 1)
+    if len(rows) < count:
+        near = {*rows, *table_rows(min(count, limit))} if limit else {*rows}
+        rows = sorted(near | {r + n for n in (offsets or [])[:TABLE_OFFSETS] for r in near if r + n < count})
     data = t[torch.tensor(rows, device=t.device)].to("cpu", torch.float32).contiguous().reshape(-1)
     raw = struct.pack(f"<{data.numel()}f", *data.tolist())
     return {"name": name, "dtype": dtype_name(t.dtype), "shape": list(t.shape), "rows": rows, "values": base64.b64encode(raw).decode()}
 
 
-def read_tables(world: World, recorder: Recorder) -> list[dict[str, Any]]:
+def read_tables(world: World, recorder: Recorder, limit: int) -> list[dict[str, Any]]:
     """Every graph input that no checkpoint tensor filled, and every constant of a graph."""
     used = {i["source"] for g in recorder.graphs for i in g["inputs"] if i["role"] == "parameter"}
     named = {**dict(world.model.named_parameters(remove_duplicate=False)), **dict(world.model.named_buffers())}
     wanted = [(n, named[n]) for n in sorted(used) if n in named and not world.parameters[n]["learned"]]
+    offsets = table_offsets(recorder.bodies)
     out = []
     for name, t in [*wanted, *recorder.constants.items()]:
         with recorder.guard(f"table {name}"):
-            table = read_table(name, t)
+            table = read_table(name, t, limit, offsets)
             if table is None:
                 recorder.note(f"table {name} is not recorded: a row holds more than {TABLE_ROW_LIMIT} elements")
             else:
@@ -1469,6 +1490,7 @@ def read_model(request: dict[str, Any], config: Any) -> dict[str, Any]:
         "config_digest": digest,
         "layers": getattr(hf, "num_hidden_layers", None),
         "max_position_embeddings": getattr(hf, "max_position_embeddings", None),
+        "max_model_len": config.model_config.max_model_len,
         "dtype": dtype_name(config.model_config.dtype),
         "weights": request["weights"],
         "vocab_size": getattr(hf, "vocab_size", None),
@@ -1827,7 +1849,7 @@ def capture(request: dict[str, Any], then: Any = None) -> dict[str, Any]:
         "model": read_model(request, config),
         "simulated": False,
     }
-    tables = read_tables(world, recorder)
+    tables = read_tables(world, recorder, config.model_config.max_model_len)
     attention = read_attention(context)
     composites: list[dict[str, Any]] = []
     if (found := request.get("composites")) is not None:

@@ -42,6 +42,7 @@ def capture_training(
     tokens: int = 8,
     grad: bool = True,
     logprobs: str = DEFAULT,
+    reach: int | None = None,
     trust_remote_code: bool = False,
     progress: Callable[[str], None] | None = None,
     then: Callable[[nn.Module], None] | None = None,
@@ -55,6 +56,7 @@ def capture_training(
         autocast: run under `torch.autocast` with this dtype.
         logprobs: name of the trainer's log-probability function, see `find_function`.
         grad: record with gradients enabled, as in training. Some kernels differ without (`matmul` folds batches only with it).
+        reach: number of positions to spread the tokens over, at most the model's: the engine's `max_model_len`. RoPE variants switch on it.
         progress: called with a line per stage.
         then: called with the module after it was recorded.
 
@@ -84,7 +86,7 @@ def capture_training(
     refuse_compiled(module)
     with without_adapters(module) as (bare, said), no_compiled_kernels():
         say(said or f"recording {tokens} tokens")
-        graph = record_forward(bare, tokens=tokens, autocast=autocast, grad=grad, name=name, logprobs=logprobs)
+        graph = record_forward(bare, tokens=tokens, autocast=autocast, grad=grad, name=name, logprobs=logprobs, reach=reach)
     header = graph.header
     timings = {"build": built - started, "record": time.perf_counter() - built}
     notes = (said, *header.notes) if said else header.notes
@@ -103,6 +105,7 @@ def record_forward(
     ids: Sequence[int] | None = None,
     watch: Watch | None = None,
     logprobs: str | LogProbabilities | None = DEFAULT,
+    reach: int | None = None,
 ) -> TrainingGraph:
     """Record one forward of a module as it stands. Its mode (train or eval) is not changed; see `capture_training`.
 
@@ -110,6 +113,7 @@ def record_forward(
         ids: a real prompt's tokens, at positions 0, 1, …; without it, made-up ones spread over the vocabulary and the positions.
         watch: sees the tensors of every op, see `recorder.Watch`.
         logprobs: the trainer's log-probability function or its name, recorded behind the logits; None to end with the logits.
+        reach: number of positions, see `capture_training`; without it, the model's.
     """
     config: Any = getattr(module, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -117,7 +121,8 @@ def record_forward(
     positions = int(getattr(text, "max_position_embeddings", 0) or getattr(text, "n_positions", 0) or DEFAULT_POSITIONS)
     if ids is not None:
         tokens = positions = _checked_length(ids, vocab, positions)
-    given, places = (spread_ids(vocab, tokens), spread_positions(positions, tokens)) if ids is None else (list(ids), list(range(tokens)))
+    end = min(positions, reach or positions)
+    given, places = (spread_ids(vocab, tokens), spread_positions(end, tokens)) if ids is None else (list(ids), list(range(tokens)))
     anchor = next(module.parameters(), None)
     device = anchor.device if anchor is not None else torch.device("cpu")
     inputs = {
@@ -137,7 +142,7 @@ def record_forward(
     except Exception as e:
         raise CaptureFailedError(
             f"the model's forward failed: {type(e).__name__}: {e}",
-            where=f"{type(module).__name__}, {tokens} tokens, positions 0 to {positions - 1}",
+            where=f"{type(module).__name__}, {tokens} tokens, positions 0 to {end - 1}",
             hint="run it once without graphalign on the same inputs; give a factory that returns a module whose forward takes input_ids",
         ) from e
     recording = recorder.finish([output])

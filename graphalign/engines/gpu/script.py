@@ -120,7 +120,7 @@ def capture(request: dict[str, Any]) -> dict[str, Any]:
     script.record_tail(world, recorder, config, found, mode, lowering.overrides)
     recorder.uninstall()
     recorder.graphs = found
-    named = read_tables(world, recorder, tables)
+    named = read_tables(world, recorder, tables, config.model_config.max_model_len)
     if ranks > 1:
         said, missing = fusion.describe(found, ranks)
         residue += said
@@ -173,7 +173,7 @@ def capture(request: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def read_tables(world: Any, recorder: Any, real: dict[str, Any]) -> list[dict[str, Any]]:
+def read_tables(world: Any, recorder: Any, real: dict[str, Any], limit: int) -> list[dict[str, Any]]:
     """Rows of the tables that graphs read, from the thin copy of the model."""
     from graphalign.capture import engine_script as script
 
@@ -181,7 +181,7 @@ def read_tables(world: Any, recorder: Any, real: dict[str, Any]) -> list[dict[st
     out = []
     for name in sorted(used):
         if name in real and not world.parameters[name]["learned"]:
-            table = script.read_table(name, real[name])
+            table = script.read_table(name, real[name], limit, script.table_offsets(recorder.bodies))
             if table is None:
                 recorder.note(f"table {name} is not recorded: a row holds more than {script.TABLE_ROW_LIMIT} elements")
             else:

@@ -102,7 +102,7 @@ def run(settings: Settings, stages: Stages) -> Measured:
     inference, rollouts = run_engine(settings, "engine", stages)
     if settings.spec is not None:
         refuse_other_target(settings.spec, inference.header.target)
-    trainer, training, function = _stock(settings, stages)
+    trainer, training, function = _stock(settings, stages, inference.header.model.get("max_model_len"))
     pair = prepare(inference, training, settings.rules)
     spec = settings.spec or _make_patch(settings, pair, stages)
     notes, tokens = list(settings.notes), Tokens(rollouts.prompts, rollouts.sequences)
@@ -173,8 +173,8 @@ def run_engine(settings: Settings, name: str, stages: Stages, **extra: Any) -> t
     return found
 
 
-def _stock(settings: Settings, stages: Stages) -> tuple[nn.Module, TrainingGraph, LogProbabilities]:
-    """The trainer, its capture, and its log-probability function."""
+def _stock(settings: Settings, stages: Stages, reach: int | None) -> tuple[nn.Module, TrainingGraph, LogProbabilities]:
+    """The trainer, its capture over so many positions, and its log-probability function."""
     from graphalign.capture.training import record_forward
     from graphalign.engines.trainer import build_trainer
 
@@ -184,7 +184,7 @@ def _stock(settings: Settings, stages: Stages) -> tuple[nn.Module, TrainingGraph
                             attention=str(regime.get("attention") or "sdpa"))  # fmt: skip
     stages("capture the stock model", None)
     function = settings.function or find_function(regime.get("logprobs", DEFAULT))
-    return trainer, record_forward(trainer, autocast=regime.get("autocast"), logprobs=function), function
+    return trainer, record_forward(trainer, autocast=regime.get("autocast"), logprobs=function, reach=reach), function
 
 
 def _make_patch(settings: Settings, pair: Pair, stages: Stages) -> PatchSpec:
