@@ -183,9 +183,7 @@ def find(
     with console.Stages() as stages:
         inference = engine.capture(out / "inference.json.gz", stages)
         probe = Probe(model, weights, autocast, stages)
-        training = trainer.capture(
-            stages, tokens=tokens_to_record(inference), reach=inference.header.model.get("max_model_len"), then=probe
-        )
+        training = trainer.capture(stages, tokens=tokens_to_record(inference), reach=inference.reach, then=probe)
         write_json(out / "training.json.gz", training)
         report = probe.rank(run_diff(stages, inference, training, rules))
         if kernels is not None:

@@ -165,7 +165,7 @@ def check(
             entry=spec.target.get("entry", "llm"),
         )
         refuse_other_target(spec, inference.header.target)
-        size, reach = tokens_to_record(inference) or 8, inference.header.model.get("max_model_len")
+        size = tokens_to_record(inference) or 8
         stages.start("check")("build the model")
         trainer = _build(model, spec, layers)
         proof = prove(
@@ -173,7 +173,7 @@ def check(
             spec,
             inference,
             lambda m: record_forward(
-                m, autocast=spec.regime.get("autocast"), logprobs=spec.regime.get("logprobs", DEFAULT), tokens=size, reach=reach
+                m, autocast=spec.regime.get("autocast"), logprobs=spec.regime.get("logprobs", DEFAULT), tokens=size, reach=inference.reach
             ),
             read_values(recorded, inference) if real else None,
             rules=rules,

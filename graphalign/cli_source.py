@@ -76,7 +76,8 @@ def source(
         size = tokens_to_record(engine) or 8
 
         def again(m: Any) -> Any:
-            return diff(engine, record_forward(m, tokens=size, logprobs=spec.regime.get("logprobs", DEFAULT)), rules=rules)
+            recorded = record_forward(m, tokens=size, logprobs=spec.regime.get("logprobs", DEFAULT), reach=engine.reach)
+            return diff(engine, recorded, rules=rules)
 
         shown = verify(reference, generated, again)
     contents = files(generated, output, style)

@@ -10,7 +10,7 @@ import torch
 
 from graphalign.align.exercise import Dormant, Key, find_dormant, scalings
 from graphalign.align.join import Join, chance_rate
-from graphalign.align.pair import Pair, check_same_model, choose_positions, prepare
+from graphalign.align.pair import Pair, check_same_model, prepare
 from graphalign.align.regions import Regions
 from graphalign.align.sums import Sums
 from graphalign.align.tables import TableMatch, as_real, snap
@@ -18,10 +18,11 @@ from graphalign.align.twins import tell_apart
 from graphalign.errors import AlignmentError
 from graphalign.evaluate import run_inference, run_training
 from graphalign.evaluate.identity import anchor_name
+from graphalign.evaluate.table_rows import rows_read
 from graphalign.evaluate.values import Layers
 from graphalign.ir.dataflow import Dataflow
 
-__all__ = ["Alignment", "Pair", "Progress", "align", "check_same_model", "choose_positions", "prepare"]
+__all__ = ["Alignment", "Pair", "Progress", "align", "check_same_model", "prepare"]
 
 Progress = Callable[[str, float | None], None]
 SEED = 20240917
@@ -119,7 +120,8 @@ def _align(pair: Pair, progress: Progress | None, layers: Layers, seed: int, sca
     say("evaluate", 0.0)
     native = run_training.native_constants(pair.capture_t, pair.training, arithmetic)
     computed = run_inference.computed_tables(pair.capture_i, pair.inference, arithmetic)
-    snapped, matches = snap(pair.capture_i, pair.training, native, arithmetic.positions, computed)
+    read = rows_read(pair.capture_i, pair.inference, arithmetic).rows
+    snapped, matches = snap(pair.capture_i, pair.training, native, arithmetic.positions, computed, read=read)
     sums = Sums(arithmetic, regions)
     run_t = run_training.Run(pair.capture_t, pair.training, arithmetic, snapped=snapped, replace=sums.on_training, native=native).run()
     say("evaluate", 0.5)

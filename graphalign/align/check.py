@@ -26,6 +26,7 @@ from graphalign.align.tables import snap
 from graphalign.evaluate import run_inference, run_training
 from graphalign.evaluate.identity import anchor_name
 from graphalign.evaluate.run_training import Edits
+from graphalign.evaluate.table_rows import rows_read
 from graphalign.evaluate.values import round_to
 from graphalign.ir.dataflow import Op
 
@@ -88,7 +89,8 @@ class Checker:
         self.arithmetic = replace(pair.arithmetic(CHECK_SEED, rounds=True, layers=pair.checked, shift=1), factors={})
         self.native = run_training.native_constants(pair.capture_t, pair.training, self.arithmetic)
         computed = run_inference.computed_tables(pair.capture_i, pair.inference, self.arithmetic)
-        self.snapped, _ = snap(pair.capture_i, pair.training, self.native, self.arithmetic.positions, computed, unrounded=True)
+        positions, read = self.arithmetic.positions, rows_read(pair.capture_i, pair.inference, self.arithmetic).rows
+        self.snapped, _ = snap(pair.capture_i, pair.training, self.native, positions, computed, read=read, unrounded=True)
         self.inference = run_inference.Run(pair.capture_i, pair.inference, self.arithmetic).run()
         self.partner = self._anchors()
         self.orders: dict[int, tuple[int, ...]] = {}

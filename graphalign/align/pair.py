@@ -9,12 +9,12 @@ from pathlib import Path
 from graphalign.align.composite import fold, rename
 from graphalign.align.nodes import HEADS_FIRST
 from graphalign.align.opwise import fold_attention
+from graphalign.align.positions import choose_positions, refuse_other_branch
 from graphalign.align.regions import Regions, cut, stream_terms
 from graphalign.errors import BadInputError
 from graphalign.evaluate import trace_inference, trace_training
 from graphalign.evaluate.aten import ATTENTIONS, base
 from graphalign.evaluate.identity import anchor_name
-from graphalign.evaluate.offsets import table_offsets
 from graphalign.evaluate.opaque import load_opaque_ops
 from graphalign.evaluate.parts import Made
 from graphalign.evaluate.ranges import decode_range
@@ -60,6 +60,8 @@ class Pair:
     """Up to this many layers, every layer has values of its own in the check; in more layers they take turns."""
     steps: dict[int, Made] = field(default_factory=dict)
     """By value id, what the steps of training ops make that were taken apart (`align.finer`)."""
+    positions: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Positions chosen so far, by `shift`."""
 
     @property
     def checked(self) -> Layers:
@@ -72,7 +74,7 @@ class Pair:
     ) -> Arithmetic:
         """Values for one evaluation; positions are taken from the rows that the engine's tables record."""
         tokens = self.capture_t.header.tokens
-        positions = choose_positions(self.capture_i, tokens, shift)
+        positions = self._positions(shift)
         vocabulary = min(
             (i.value.shape[0] for i in self.capture_t.inputs if i.kind == "parameter" and len(i.value.shape) == 2 and "embed" in i.name),
             default=64,
@@ -83,6 +85,13 @@ class Pair:
             ids = tuple(i % min(held) for i in ids)
         stream = stream_terms(self.flow_t, self.regions) if layers == "turns" else {}
         return Arithmetic(seed, positions, ids, rounds, layers, stream, self.share, self.factors, self._heads(), scales or {}, self.shards)
+
+    def _positions(self, shift: int) -> tuple[int, ...]:
+        if shift not in self.positions:
+            chosen = choose_positions(self.capture_i, self.inference, self.capture_t.header.tokens, shift)
+            refuse_other_branch(self.capture_t, self.training, chosen, self.capture_i)
+            self.positions[shift] = chosen
+        return self.positions[shift]
 
     def _heads(self) -> dict[str, tuple[int, int]]:
         """Number and size of the heads that every attention of the trainer returns, by the anchor's name."""
@@ -173,27 +182,3 @@ def check_same_model(inference: InferenceGraph, training: TrainingGraph) -> None
                 f"these captures are of different models: {key} is {a[key]} in inference and {b[key]} in training",
                 hint="capture both sides from the same model folder, with the same --layers",
             )
-
-
-def choose_positions(inference: InferenceGraph, tokens: int, shift: int) -> tuple[int, ...]:
-    """`tokens` positions spread over the engine's range, all of them recorded rows of its tables, at every offset that it reads them at.
-
-    Tables of fewer rows (a scalar multiplier) are not indexed by position. `shift` picks another set, for the check.
-    The range is the engine's `max_model_len`; of a capture that does not record it, the model's.
-    """
-    end = int(inference.header.model.get("max_model_len") or 0)
-    offsets = table_offsets(inference)
-    rows: set[int] | None = None
-    for t in inference.tables:
-        held = set(t.rows)
-        held = {r for r in held if all(r + n in held for n in offsets.get(t.name, ())) and (not end or r < end)}
-        if len(held) >= tokens:
-            both = held if rows is None else rows & held
-            rows = both if len(both) >= tokens else rows
-    available = sorted(rows or [])
-    if len(available) < tokens:
-        top = end or int(inference.header.model.get("max_position_embeddings") or 2048)
-        available = sorted({min(top - 1, i) for i in range(tokens * 4)} | {top - 1})
-    usable = available[shift : len(available)] if len(available) - shift >= tokens else available
-    picked = [usable[round(i * (len(usable) - 1) / max(tokens - 1, 1))] for i in range(tokens)]
-    return tuple(picked)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
-from graphalign.evaluate.offsets import table_offsets
 from graphalign.evaluate.trace_training import Tracer
 from graphalign.evaluate.values import round_to
 from graphalign.ir.dataflow import LOW_PRECISION
@@ -37,6 +37,7 @@ def snap(
     positions: tuple[int, ...],
     computed: dict[str, torch.Tensor] | None = None,
     *,
+    read: Mapping[str, tuple[tuple[int, ...], ...]] | None = None,
     unrounded: bool = False,
 ) -> tuple[dict[int, torch.Tensor], list[TableMatch]]:
     """Replace each training table by the engine's values where they agree up to the engine's storage format.
@@ -51,6 +52,8 @@ def snap(
         native: what the trainer computed, by value id.
         positions: the positions evaluated, one per token.
         computed: tables that the engine's kernels compute, at these positions, by op name.
+        read: which rows of its tables the engine reads at these positions (`table_rows.Reads.rows`); of tables that are not listed, the
+            rows numbered as the positions.
         unrounded: for an evaluation that rounds. An element that the engine's format rounds to what the engine holds stays what the
             trainer computed: whether the trainer rounds it must show. One that rounds to a neighbour (FP32 noise at a tie) is the engine's.
 
@@ -60,12 +63,11 @@ def snap(
     snapped: dict[int, torch.Tensor] = {}
     matches: list[TableMatch] = []
     by_position: list[tuple[tuple[str, ...], str, torch.Tensor]]
-    offsets = table_offsets(capture)
     by_position = [
         ((t.name,), t.dtype, rows)
         for t in capture.tables
-        for behind in (0, *offsets.get(t.name, ()))
-        if (rows := _rows(t, tuple(p + behind for p in positions))) is not None
+        for numbers in (read or {}).get(t.name, (positions,))
+        if (rows := _rows(t, numbers)) is not None
     ]
     by_position += _distinct(computed or {}, len(positions))
     formats = {t.name: t.dtype for t in capture.tables} | dict.fromkeys(computed or {}, "float32")
@@ -140,12 +142,12 @@ def _distance(a: torch.Tensor, b: torch.Tensor, dtype: str) -> float:
     return float(((a - b).abs() / (torch.maximum(a.abs(), torch.tensor(2.0**-10, dtype=torch.float64)) * unit)).max())
 
 
-def _rows(table: Table, positions: tuple[int, ...]) -> torch.Tensor | None:
+def _rows(table: Table, numbers: tuple[int, ...]) -> torch.Tensor | None:
     where = {r: i for i, r in enumerate(table.rows)}
-    if any(p not in where for p in positions):
+    if any(n not in where for n in numbers):
         return None
     raw = torch.frombuffer(bytearray(base64.b64decode(table.values)), dtype=torch.float32).double()
-    return raw.view(len(table.rows), -1)[[where[p] for p in positions]]
+    return raw.view(len(table.rows), -1)[[where[n] for n in numbers]]
 
 
 def _match(columns: torch.Tensor, rows: torch.Tensor, dtype: str) -> tuple[float, torch.Tensor]:

@@ -1327,16 +1327,56 @@ def table_rows(count: int, wide: bool = True) -> list[int]:
     return sorted(rows)
 
 
-def table_offsets(bodies: dict[str, Any]) -> list[int]:
-    """Numbers that loops add to an index before they read with it: LongRoPE reads the second half of its table so (vLLM 0.32)."""
+def table_offsets(graphs: list[dict[str, Any]], bodies: dict[str, Any], table: str, width: int) -> list[int]:
+    """How far behind a position a table may be read, descending: numbers in the arithmetic of the indices that loops read it at.
+
+    LongRoPE's table holds the rows for short contexts, then those for long ones, and is read at position + 4096 (vLLM 0.32).
+    """
     found: set[int] = set()
-    for body in bodies.values():
-        ops = body["ops"]
-        if any(str(target).startswith("set_indirect") for _, target, _, _ in ops):
-            numbers = {n: args[0] for n, target, args, _ in ops if target == "constant" and type(args[0]) is int}
-            added = [a for _, target, args, _ in ops if target == "add" for a in args]
-            found |= {numbers[a["n"]] for a in added if isinstance(a, dict) and a.get("n") in numbers}
-    return sorted(n for n in found if n > 0)
+    for graph in graphs:
+        names = {i["name"] for i in graph["inputs"] if i["source"] == table}
+        integers = {b["name"] for b in graph["buffers"] if str(b["dtype"]).startswith("int")}
+        for node in (n for kernel in graph["kernels"] for n in kernel["nodes"] if n.get("body")):
+            body = bodies[node["body"]]
+            if names & set(node["buffers"]):
+                found |= index_numbers(body, "set_indirect")
+                behind = [int(x) for text in body["indexing"].values() if "indirect" in text for x in re.findall(r"\+ (\d+)\b", text)]
+                found |= {n // width for n in behind if n % width == 0}
+            if names and integers & set(node["outputs"]):  # an index may be computed in a loop of its own
+                found |= index_numbers(body, "store")
+    return sorted((n for n in found if n > 0), reverse=True)
+
+
+def index_numbers(body: dict[str, Any], target: str) -> set[int]:
+    """Integer constants among what a body's ops of one kind (`set_indirect`, `store`) depend on."""
+    blocks = [body["ops"], *body["subblocks"].values()]
+    found: set[int] = set()
+    for block in blocks:
+        made = {op[0]: op for op in (*body["ops"], *block)}
+        todo = [n for op in block if str(op[1]).startswith(target) for n in names_in(op[2])]
+        seen: set[str] = set()
+        while todo:
+            name = todo.pop()
+            if name in seen or name not in made:
+                continue
+            seen.add(name)
+            _, kind, args, kwargs = made[name]
+            if kind == "constant" and type(args[0]) is int:
+                found.add(args[0])
+            todo += [*names_in(args), *names_in(list(kwargs.values())), *(op[0] for op in body["subblocks"].get(kind, ()) if op[0] in made)]
+    return found
+
+
+def names_in(args: Any) -> list[str]:
+    """Names of the body's ops that encoded arguments refer to."""
+    if isinstance(args, dict):
+        return [args["n"]] if "n" in args else []
+    return [n for a in args for n in names_in(a)] if isinstance(args, list | tuple) else []
+
+
+def row_width(t: Any) -> int:
+    """Elements per row."""
+    return max(int(math.prod(t.shape[1:])), 1)
 
 
 def read_table(name: str, t: Any, limit: int = 0, offsets: list[int] | None = None) -> dict[str, Any] | None:
@@ -1354,7 +1394,8 @@ def read_table(name: str, t: Any, limit: int = 0, offsets: list[int] | None = No
     rows = table_rows(count, t.dim() > 1)
     if len(rows) < count:
         near = {*rows, *table_rows(min(count, limit))} if limit else {*rows}
-        rows = sorted(near | {r + n for n in (offsets or [])[:TABLE_OFFSETS] for r in near if r + n < count})
+        behind = [n for n in offsets or [] if n < count][:TABLE_OFFSETS]  # the table's height wraps negative indices
+        rows = sorted(near | {r + n for n in behind for r in near if r + n < count})
     data = t[torch.tensor(rows, device=t.device)].to("cpu", torch.float32).contiguous().reshape(-1)
     raw = struct.pack(f"<{data.numel()}f", *data.tolist())
     return {"name": name, "dtype": dtype_name(t.dtype), "shape": list(t.shape), "rows": rows, "values": base64.b64encode(raw).decode()}
@@ -1365,11 +1406,10 @@ def read_tables(world: World, recorder: Recorder, limit: int) -> list[dict[str, 
     used = {i["source"] for g in recorder.graphs for i in g["inputs"] if i["role"] == "parameter"}
     named = {**dict(world.model.named_parameters(remove_duplicate=False)), **dict(world.model.named_buffers())}
     wanted = [(n, named[n]) for n in sorted(used) if n in named and not world.parameters[n]["learned"]]
-    offsets = table_offsets(recorder.bodies)
     out = []
     for name, t in [*wanted, *recorder.constants.items()]:
         with recorder.guard(f"table {name}"):
-            table = read_table(name, t, limit, offsets)
+            table = read_table(name, t, limit, table_offsets(recorder.graphs, recorder.bodies, name, row_width(t)))
             if table is None:
                 recorder.note(f"table {name} is not recorded: a row holds more than {TABLE_ROW_LIMIT} elements")
             else:

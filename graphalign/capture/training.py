@@ -56,7 +56,8 @@ def capture_training(
         autocast: run under `torch.autocast` with this dtype.
         logprobs: name of the trainer's log-probability function, see `find_function`.
         grad: record with gradients enabled, as in training. Some kernels differ without (`matmul` folds batches only with it).
-        reach: number of positions to spread the tokens over, at most the model's: the engine's `max_model_len`. RoPE variants switch on it.
+        reach: number of positions to spread the tokens over: the engine's `max_model_len`. RoPE variants switch on the longest position.
+            Without it, the model's.
         progress: called with a line per stage.
         then: called with the module after it was recorded.
 
@@ -121,7 +122,7 @@ def record_forward(
     positions = int(getattr(text, "max_position_embeddings", 0) or getattr(text, "n_positions", 0) or DEFAULT_POSITIONS)
     if ids is not None:
         tokens = positions = _checked_length(ids, vocab, positions)
-    end = min(positions, reach or positions)
+    end = positions if ids is not None else reach or positions
     given, places = (spread_ids(vocab, tokens), spread_positions(end, tokens)) if ids is None else (list(ids), list(range(tokens)))
     anchor = next(module.parameters(), None)
     device = anchor.device if anchor is not None else torch.device("cpu")

@@ -12,7 +12,7 @@ from graphalign.errors import CaptureFileError
 from graphalign.evaluate import aten, loop_ops
 from graphalign.evaluate.picks import Conditions
 from graphalign.evaluate.shards import part_of
-from graphalign.evaluate.storage import UNKNOWN, Lazy
+from graphalign.evaluate.storage import UNKNOWN, Lazy, Rows
 from graphalign.evaluate.values import Arithmetic, Val
 from graphalign.ir.args import references
 from graphalign.ir.dataflow import LOW_PRECISION
@@ -52,6 +52,8 @@ class Interpreter:
         self.stores: list[Any] = []
         self.identities: dict[int, int] = {}
         self.alive: list[torch.Tensor] = []  # an identity is an address: it must stay taken
+        self.computed: set[int] = set()
+        """Identities of indices that the loop computed from what it loaded."""
         self.pending: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self.conditions = Conditions()
         self.lanes: torch.Tensor | None = None
@@ -94,6 +96,9 @@ class Interpreter:
             return vals[0] if vals else None
         if target == "get_index":
             env[name] = self.index(args[0])
+            if "indirect" in self.body.indexing.get(args[0], ""):
+                self.computed.add(id(env[name]))
+                self.alive.append(env[name])
             return env[name]
         if target.startswith("set_indirect"):
             x = arg(args[0])
@@ -238,6 +243,8 @@ class Interpreter:
             if stored_index.shape == index.shape and torch.equal(stored_index, index):
                 dtype = (run.buffers[buffer].dtype if buffer in run.buffers else None) or "float32"
                 return value if buffer in self.node.forwarded else run.arithmetic.round(value, dtype)
+        if isinstance(source, Rows):
+            run.read_rows(source, index + offset, self.lanes, computed=id(index) in self.computed)
         out = source.read(index + offset, register=buffer in self.node.forwarded)
         return out.long() if isinstance(source.id, tuple) and source.id[0] in ("positions", "ids") else out
 

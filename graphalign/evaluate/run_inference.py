@@ -48,6 +48,11 @@ class Run:
     """Identity of a value to why what picked it took one side only."""
     only: set[tuple[int, str]] | None = None
     """Evaluate these loop nodes (graph, name) only; everything else stays unknown."""
+    reads: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] | None = None
+    """If given, it is filled: tables, by `table_key`, to the rows that loops read at indices that they computed from what they loaded,
+    and to the lanes that are not masked out."""
+    unrecorded: dict[Any, set[int]] = field(default_factory=dict)
+    """Tables, by `table_key`, to the rows that were read and that the capture does not hold."""
     _nodes: dict[Any, dict[str, Val | str]] = field(default_factory=dict)
     _stored: dict[Any, list[tuple[str, torch.Tensor, torch.Tensor, str, int]]] = field(default_factory=dict)
     _numbers: dict[Any, int] = field(default_factory=dict)
@@ -60,6 +65,10 @@ class Run:
         self.exported: dict[str, Storage] = {}
         for g, graph in enumerate(self.capture.graphs):
             self._graph(g, graph)
+        for op in self.tracer.ops:
+            if op.kind == "table" and op.key[0] in self.tables and (missing := self.unrecorded.get(self.table_key(op.key[0]))):
+                some = ", ".join(str(n) for n in sorted(missing)[:3])
+                self.unsupported[op.id] = f"it is read at rows that the capture does not hold ({some}{', …' if len(missing) > 3 else ''})"
         return self
 
     def _graph(self, g: int, graph: Graph) -> None:
@@ -179,15 +188,30 @@ class Run:
         self.live[name] = storage
         return storage
 
+    def table_key(self, name: str) -> Any:
+        """Equal for tables of equal content: layers often have a copy each."""
+        t = self.tables[name]
+        return ("table", t.values, t.rows, t.shape)
+
+    def read_rows(self, table: Rows, index: torch.Tensor, lanes: torch.Tensor | None, *, computed: bool) -> None:
+        """Take note of a loop's read: which rows, at flat indices, in the lanes that are not masked out."""
+        row = table.row(index)
+        row, inside = torch.broadcast_tensors(row, torch.ones_like(row, dtype=torch.bool) if lanes is None else lanes)
+        if self.reads is not None and computed:
+            self.reads[table.key].append((row, inside))
+        missing = row[inside & (table.place[row] < 0)]
+        if missing.numel():
+            self.unrecorded.setdefault(table.key, set()).update(missing.unique().tolist())
+
     def _table(self, name: str) -> Storage:
         t = self.tables[name]
-        key = ("table", t.values, t.rows, t.shape)  # layers often have a copy each
+        key = self.table_key(name)
         if key not in self.storages:
             width = math.prod(t.shape[1:])
             raw = torch.frombuffer(bytearray(base64.b64decode(t.values)), dtype=torch.float32).double().view(len(t.rows), width)
             if t.shape[0] * width > aten.MAX_ELEMENTS:
                 raise UnsupportedOpError(f"table {name} is too large to evaluate")
-            self.storages[key] = Rows(("table", self._number(key)), t.rows, t.shape[0], raw)
+            self.storages[key] = Rows(("table", self._number(key)), t.rows, t.shape[0], raw, key)
         return self.storages[key]
 
     def _contents(self, name: str) -> torch.Tensor:

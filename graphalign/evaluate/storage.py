@@ -35,9 +35,9 @@ class Storage:
 class Rows(Storage):
     """A table of which some rows are recorded; the others are unknown. The whole of it is made only when it is asked for."""
 
-    def __init__(self, id: Any, rows: Sequence[int], height: int, data: torch.Tensor) -> None:
-        """`data` is [len(rows), width], `rows` ascending."""
-        self.id, self.height = id, height
+    def __init__(self, id: Any, rows: Sequence[int], height: int, data: torch.Tensor, key: Any = None) -> None:
+        """`data` is [len(rows), width], `rows` ascending; `key` says which table it is."""
+        self.id, self.height, self.key = id, height, key
         self.width = data.shape[1]
         self.recorded = torch.cat([data.reshape(-1), torch.tensor([UNKNOWN], dtype=torch.float64)])
         self.place = torch.full((height,), -1)
@@ -47,9 +47,13 @@ class Rows(Storage):
     def read(self, index: torch.Tensor, *, register: bool = False) -> torch.Tensor:
         """Elements at flat indices, unknown ones as NaN."""
         index = index.clamp(0, max(self.height * self.width - 1, 0))
-        row = self.place[index // max(self.width, 1)]
+        row = self.place[self.row(index)]
         at = row * self.width + index % max(self.width, 1)
         return self.recorded[torch.where(row < 0, len(self.recorded) - 1, at)]
+
+    def row(self, index: torch.Tensor) -> torch.Tensor:
+        """The rows of elements at flat indices."""
+        return index.clamp(0, max(self.height * self.width - 1, 0)) // max(self.width, 1)
 
     @property
     def memory(self) -> torch.Tensor:  # type: ignore[override]

@@ -266,7 +266,7 @@ class Header(Frozen):
     compile: dict[str, Any]
     """Compile settings that matter (mode, custom_ops, splitting ops, Inductor's options)."""
     model: dict[str, Any]
-    """name, architecture, config digest, layers, max_position_embeddings, dtype, weights."""
+    """name, architecture, config digest, layers, max_position_embeddings, max_model_len, dtype, weights."""
     simulated: bool = False
     notes: tuple[str, ...] = ()
     """What could not be observed, in words."""
@@ -287,3 +287,9 @@ class InferenceGraph(Frozen):
     """Empty: not recorded."""
     bodies: dict[str, Body]
     graphs: tuple[Graph, ...]
+
+    @property
+    def reach(self) -> int | None:
+        """The engine's number of positions, `max_model_len`; None if it is not recorded."""
+        found = self.header.model.get("max_model_len")
+        return found if type(found) is int and found > 0 else None

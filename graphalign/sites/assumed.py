@@ -37,7 +37,10 @@ def unexercised(al: Alignment) -> dict[tuple[str, int], str]:
 
 
 def uncompared(al: Alignment, *, tail: bool) -> tuple[str, ...]:
-    """A sentence for each side that has anchors without a partner; `tail` says whether the engine's tail was captured."""
+    """A sentence for each side that has anchors without a partner, and for each table of the engine that is read where it is not recorded.
+
+    `tail` says whether the engine's tail was captured.
+    """
     own = [op for op in al.training.ops if op.kind == "anchor" and op.id not in al.partners and (tail or op.id not in al.regions.tail)]
     theirs = [op for op in al.inference.ops if op.kind == "anchor" and op.id not in al.reverse]
     out = []
@@ -46,6 +49,10 @@ def uncompared(al: Alignment, *, tail: bool) -> tuple[str, ...]:
             kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(Counter(op.target for op in ops).items()))
             places = ", ".join(dict.fromkeys(pattern_of(op.module) or op.name for op in ops))
             out.append(f"{len(ops)} anchors of {side} have no partner in {other} ({kinds}): {places}"[:400])
+    unread = {
+        op.target: why for op in al.inference.ops if op.kind == "table" and (why := al.unsupported.get(("inference", op.id))) is not None
+    }
+    out += [f"what the engine computes with its table {table}: {why}"[:400] for table, why in unread.items()]
     return tuple(out)
 
 

@@ -23,7 +23,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from graphalign.align.align import choose_positions
+from graphalign.align.positions import choose_positions
 from graphalign.errors import CaptureFailedError, KernelMismatchError
 from graphalign.evaluate import run_inference
 from graphalign.evaluate.interpret import Interpreter
@@ -224,7 +224,7 @@ class Emulation(run_inference.Run):
 def _emulate(capture: InferenceGraph, rules: dict[str, OpaqueOp], chosen: set[int], tokens: int) -> dict[Map, Emulation]:
     tracer = Tracer(capture, rules)
     tracer.run()
-    positions = choose_positions(capture, tokens, 1)
+    positions = choose_positions(capture, tracer, tokens, 1)
     smallest = min((p.shape[0] for p in capture.parameters if len(p.shape) == 2 and "embed" in p.name), default=64)
     ids = tuple((5 + 11 * t) % smallest for t in range(tokens))
     out: dict[Map, Emulation] = {}

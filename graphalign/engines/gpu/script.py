@@ -181,7 +181,8 @@ def read_tables(world: Any, recorder: Any, real: dict[str, Any], limit: int) -> 
     out = []
     for name in sorted(used):
         if name in real and not world.parameters[name]["learned"]:
-            table = script.read_table(name, real[name], limit, script.table_offsets(recorder.bodies))
+            offsets = script.table_offsets(recorder.graphs, recorder.bodies, name, script.row_width(real[name]))
+            table = script.read_table(name, real[name], limit, offsets)
             if table is None:
                 recorder.note(f"table {name} is not recorded: a row holds more than {script.TABLE_ROW_LIMIT} elements")
             else:

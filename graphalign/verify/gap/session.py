@@ -102,7 +102,7 @@ def run(settings: Settings, stages: Stages) -> Measured:
     inference, rollouts = run_engine(settings, "engine", stages)
     if settings.spec is not None:
         refuse_other_target(settings.spec, inference.header.target)
-    trainer, training, function = _stock(settings, stages, inference.header.model.get("max_model_len"))
+    trainer, training, function = _stock(settings, stages, inference.reach)
     pair = prepare(inference, training, settings.rules)
     spec = settings.spec or _make_patch(settings, pair, stages)
     notes, tokens = list(settings.notes), Tokens(rollouts.prompts, rollouts.sequences)
