@@ -162,6 +162,7 @@ def find(
 
       graphalign find ./my-model --out out/v31 --vllm-python /envs/vllm-0.31/bin/python --baseline patch.yaml
     """
+    from graphalign.align.positions import reach_of
     from graphalign.cli_clusters import Probe
     from graphalign.cli_drift import MOVED, end_find, read_baseline
     from graphalign.cli_render import write_report
@@ -183,7 +184,7 @@ def find(
     with console.Stages() as stages:
         inference = engine.capture(out / "inference.json.gz", stages)
         probe = Probe(model, weights, autocast, stages)
-        training = trainer.capture(stages, tokens=tokens_to_record(inference), reach=inference.reach, then=probe)
+        training = trainer.capture(stages, tokens=tokens_to_record(inference), reach=reach_of(inference, rules), then=probe)
         write_json(out / "training.json.gz", training)
         report = probe.rank(run_diff(stages, inference, training, rules))
         if kernels is not None:

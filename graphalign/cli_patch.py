@@ -122,6 +122,7 @@ def check(
 
       graphalign check example:qwen3 --patch out/qwen3/patch.yaml
     """
+    from graphalign.align.positions import reach_of
     from graphalign.capture.inference import capture_inference, has_weights
     from graphalign.capture.training import record_forward
     from graphalign.engines.examples import resolve_model
@@ -165,7 +166,7 @@ def check(
             entry=spec.target.get("entry", "llm"),
         )
         refuse_other_target(spec, inference.header.target)
-        size = tokens_to_record(inference) or 8
+        size, reach = tokens_to_record(inference) or 8, reach_of(inference, rules)
         stages.start("check")("build the model")
         trainer = _build(model, spec, layers)
         proof = prove(
@@ -173,7 +174,7 @@ def check(
             spec,
             inference,
             lambda m: record_forward(
-                m, autocast=spec.regime.get("autocast"), logprobs=spec.regime.get("logprobs", DEFAULT), tokens=size, reach=inference.reach
+                m, autocast=spec.regime.get("autocast"), logprobs=spec.regime.get("logprobs", DEFAULT), tokens=size, reach=reach
             ),
             read_values(recorded, inference) if real else None,
             rules=rules,

@@ -58,6 +58,7 @@ def source(
         console.require_output(output)
     engine = _read_engine(spec, patch_file, inference)
     with console.Stages() as stages:
+        from graphalign.align.positions import reach_of
         from graphalign.capture.training import record_forward
         from graphalign.evaluate.ranges import tokens_to_record
         from graphalign.logprobs import DEFAULT
@@ -73,10 +74,10 @@ def source(
         stages("write the source", None)
         generated = generate(trainer, spec)
         stages("verify it", None)
-        size = tokens_to_record(engine) or 8
+        size, reach = tokens_to_record(engine) or 8, reach_of(engine, rules)
 
         def again(m: Any) -> Any:
-            recorded = record_forward(m, tokens=size, logprobs=spec.regime.get("logprobs", DEFAULT), reach=engine.reach)
+            recorded = record_forward(m, tokens=size, logprobs=spec.regime.get("logprobs", DEFAULT), reach=reach)
             return diff(engine, recorded, rules=rules)
 
         shown = verify(reference, generated, again)

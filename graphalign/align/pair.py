@@ -9,7 +9,7 @@ from pathlib import Path
 from graphalign.align.composite import fold, rename
 from graphalign.align.nodes import HEADS_FIRST
 from graphalign.align.opwise import fold_attention
-from graphalign.align.positions import choose_positions, refuse_other_branch
+from graphalign.align.positions import choose_positions, recorded_at, refuse_other_branch
 from graphalign.align.regions import Regions, cut, stream_terms
 from graphalign.errors import BadInputError
 from graphalign.evaluate import trace_inference, trace_training
@@ -88,8 +88,13 @@ class Pair:
 
     def _positions(self, shift: int) -> tuple[int, ...]:
         if shift not in self.positions:
-            chosen = choose_positions(self.capture_i, self.inference, self.capture_t.header.tokens, shift)
-            refuse_other_branch(self.capture_t, self.training, chosen, self.capture_i)
+            recorded = recorded_at(self.capture_t)
+            end = max(recorded) + 1 if recorded else None
+            tokens = self.capture_t.header.tokens
+            chosen = choose_positions(self.capture_i, self.inference, tokens, shift, end)
+            refuse_other_branch(
+                self.capture_t, self.training, chosen, lambda: max(choose_positions(self.capture_i, self.inference, tokens, 0)) + 1
+            )
             self.positions[shift] = chosen
         return self.positions[shift]
 

@@ -517,6 +517,9 @@ class GraphReader:
         for entry in inputs:
             if entry["role"] == "symbol" and re.fullmatch(r"[A-Za-z_]\w*", entry["source"]):
                 symbols[entry["source"]] = self._hint(sizevars, entry["source"])
+        for size in (s for entry in inputs for s in entry.get("size", ())):  # one may be known by a tensor's size alone (torch 2.13)
+            if size not in symbols and re.fullmatch(r"[A-Za-z_]\w*", size) and (hint := self._hint(sizevars, size)):
+                symbols[size] = hint
         tokens = ""
         for entry in sorted(inputs, key=lambda e: e["source"] not in ("input_ids", "positions")):
             if entry["role"] == "tensor" and entry.get("size"):

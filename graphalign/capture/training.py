@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -18,9 +18,11 @@ from torch import nn
 from graphalign.capture.adapted import no_compiled_kernels, refuse_compiled, without_adapters
 from graphalign.capture.attention import OP, composite_attention, one_sequence
 from graphalign.capture.recorder import Recorder, Watch, anchor_scope, record
+from graphalign.capture.shorter import alike
 from graphalign.capture.visible import probe_length, record_masks
 from graphalign.engines.trainer import build_trainer, parse_dtype
 from graphalign.errors import BadInputError, CaptureFailedError, GraphalignError
+from graphalign.ir.asked import questions
 from graphalign.ir.config import config_digest
 from graphalign.ir.frames import file_digest, is_modeling_file, relative_file
 from graphalign.ir.training import Header, Node, TrainingGraph
@@ -148,6 +150,13 @@ def record_forward(
         ) from e
     recording = recorder.finish([output])
     nodes, unseen = _with_masks(module, recording.nodes, text, positions, device) if ids is None else (recording.nodes, [])
+    shorter: Literal["", "same", "other"] = ""
+    if ids is None and questions(recording.inputs, nodes):
+        inputs["position_ids"] = torch.arange(tokens, device=device)[None]
+        args, kwargs, _ = call_arguments(module, inputs)
+        with one_sequence(), composite_attention(), torch.set_grad_enabled(grad), cast, record(module, inputs) as recorder:
+            output = logits_of(module(*args, **kwargs), module)
+        shorter = "same" if alike(recording, recorder.finish([output])) else "other"
     base = _unwrapped(module)
     sources = dict(recording.files)
     file = inspect.getsourcefile(type(base)) if type(base).__module__ != "builtins" else None
@@ -166,6 +175,7 @@ def record_forward(
             "sources": {k: sources[k] for k in sorted(sources)},
         },
         tokens=tokens,
+        shorter=shorter,
         notes=(*notes, *recording.notes, *unseen),
     )
     return TrainingGraph(header=header, inputs=recording.inputs, nodes=nodes, outputs=recording.outputs, sources=recording.sources)

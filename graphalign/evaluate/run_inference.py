@@ -20,7 +20,7 @@ from graphalign.evaluate.interpret import Interpreter
 from graphalign.evaluate.outputs import hand_on, output_of
 from graphalign.evaluate.picks import Pick
 from graphalign.evaluate.run_training import Arranged, canonical
-from graphalign.evaluate.storage import UNKNOWN, Lazy, Rows, Storage
+from graphalign.evaluate.storage import UNKNOWN, Lazy, Rows, Storage, laid_out
 from graphalign.evaluate.trace_inference import ADDED, Tracer
 from graphalign.evaluate.values import Arithmetic, Val, draw, seed_of
 from graphalign.ir.dataflow import Op
@@ -174,8 +174,9 @@ class Run:
         if i.source in self.tables:
             storage = self._table(i.source)
         elif "position" in i.source:
-            data = torch.tensor(self.arithmetic.positions, dtype=torch.float64)
-            storage = Storage(("positions",), data, data)
+            size, stride = tuple(map(self._size, i.size)), tuple(int(index_value(s, self.env)) for s in i.stride)
+            data = laid_out(self.arithmetic.positions, size, stride)
+            storage = Storage(("positions", size), data, data)
         elif i.dtype in ("int32", "int64") and "id" in i.source:
             data = torch.tensor(self.arithmetic.token_ids, dtype=torch.float64)
             storage = Storage(("ids",), data, data)

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from graphalign.errors import CaptureFileError
+from graphalign.evaluate.aten import MAX_ELEMENTS
 from graphalign.ir.inference import Parameter
 
 UNKNOWN = float("nan")
@@ -66,6 +68,19 @@ class Rows(Storage):
     def register(self) -> torch.Tensor:  # type: ignore[override]
         """The same: nothing is ever stored in it."""
         return self.memory
+
+
+def laid_out(positions: Sequence[int], size: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
+    """Positions as float64 in an input's own layout, flat; multimodal rotary embedding takes three rows, which are equal for text."""
+    data = torch.tensor(positions, dtype=torch.float64)
+    if len(size) < 2 or len(stride) != len(size) or size[-1] != len(data) or min(stride) < 0:
+        return data
+    extent = 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+    if not 0 < extent <= MAX_ELEMENTS:
+        raise CaptureFileError("the positions of the capture have an impossible layout", where=f"{list(size)}, strides {list(stride)}")
+    memory = torch.zeros(extent, dtype=torch.float64)
+    memory.as_strided(list(size), list(stride)).copy_(data.expand(list(size)))
+    return memory
 
 
 @dataclass

@@ -77,6 +77,8 @@ class Header(Frozen):
     """name, architecture (class), config digest, layers, max_position_embeddings."""
     tokens: int
     """Tokens of the recorded forward (batch 1)."""
+    shorter: Literal["", "same", "other"] = ""
+    """For a trainer that decides by its positions: whether a batch of the first few runs the same. Empty: not tried."""
     notes: tuple[str, ...] = ()
     timings: dict[str, float] = Field(default_factory=dict)
 

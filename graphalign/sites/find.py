@@ -17,7 +17,7 @@ from graphalign.align.check import EXACT, Check, Confirmation, Edit, check
 from graphalign.align.edges import Comparison, Finding
 from graphalign.align.finer import compare_pair
 from graphalign.align.inside import Inside, compare_inside
-from graphalign.align.positions import branch_notes
+from graphalign.align.positions import range_notes
 from graphalign.evaluate.aten import FACTORIES, base
 from graphalign.ir.collector import paused
 from graphalign.ir.dataflow import Op
@@ -171,7 +171,7 @@ class _Builder:
             + tuple(self.training.header.notes)
             + self.i.notes
             + self._table_notes()
-            + branch_notes(self.training, self.pair.training, self.pair.arithmetic(0).positions)
+            + range_notes(self.training, self.pair.training, self.pair.arithmetic(0).positions, self.inference)
             + name_notes(self.al, self.inference, self.training),
             uncompared=uncompared(self.al, tail=any(g.name == TAIL for g in self.inference.graphs)),
             unrotated=unrotated(self.t),

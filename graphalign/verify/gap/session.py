@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from graphalign.align.pair import Pair, prepare
+from graphalign.align.positions import reach_of
 from graphalign.errors import BadInputError, CaptureFileError, GapInputError
 from graphalign.evaluate.opaque import load_opaque_ops
 from graphalign.ir.files import read_json, write_bytes, write_json
@@ -102,7 +103,7 @@ def run(settings: Settings, stages: Stages) -> Measured:
     inference, rollouts = run_engine(settings, "engine", stages)
     if settings.spec is not None:
         refuse_other_target(settings.spec, inference.header.target)
-    trainer, training, function = _stock(settings, stages, inference.reach)
+    trainer, training, function = _stock(settings, stages, reach_of(inference, settings.rules))
     pair = prepare(inference, training, settings.rules)
     spec = settings.spec or _make_patch(settings, pair, stages)
     notes, tokens = list(settings.notes), Tokens(rollouts.prompts, rollouts.sequences)
