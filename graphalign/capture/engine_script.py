@@ -1364,8 +1364,8 @@ def index_numbers(body: dict[str, Any], target: str) -> set[int]:
                 continue
             seen.add(name)
             _, kind, args, kwargs = made[name]
-            if kind == "constant" and type(args[0]) is int:
-                found.add(args[0])
+            if kind == "constant" and type(args[0]) in (int, float) and args[0] == int(args[0]):
+                found.add(int(args[0]))
             todo += [*names_in(args), *names_in(list(kwargs.values())), *(op[0] for op in body["subblocks"].get(kind, ()) if op[0] in made)]
     return found
 

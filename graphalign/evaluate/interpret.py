@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from graphalign.evaluate.run_inference import Run
 
 
+INDIRECT = re.compile(r"indirect\d+")
+"""An index that a loop computed, in an index expression."""
 PAIR = 2
 """Values of a reduction that goes on from partial results: maxima and sums."""
 
@@ -95,8 +98,12 @@ class Interpreter:
             vals = [env[n] for a in args for n in references(a, "n") if n in env]
             return vals[0] if vals else None
         if target == "get_index":
+            computed = INDIRECT.findall(self.body.indexing.get(args[0], ""))
+            if any(self.env.get(symbol, 0) is None for symbol in computed):  # it comes from what could not be evaluated
+                env[name] = None
+                return None
             env[name] = self.index(args[0])
-            if "indirect" in self.body.indexing.get(args[0], ""):
+            if computed:
                 self.computed.add(id(env[name]))
                 self.alive.append(env[name])
             return env[name]
@@ -117,16 +124,19 @@ class Interpreter:
             env[name] = x.double() if dtype.startswith(("float", "bfloat")) else x
             return env[name]
         if target == "load":
-            found = self.load(self.binding[args[0]["b"]], arg(args[1]))
+            index = arg(args[1])
+            if index is None:
+                env[name] = None
+                return None
+            found = self.load(self.binding[args[0]["b"]], index)
             if self.lanes is not None and found.is_floating_point():
                 found = torch.where(self.lanes, found, UNKNOWN)  # a masked-out lane reads what is never used
             env[name] = found
             return env[name]
         if target in ("store", "store_reduction"):
-            value = arg(args[2])
-            if value is None:
+            value, index = arg(args[2]), arg(args[1])
+            if value is None or index is None:
                 return None
-            index = arg(args[1])
             shape = np.broadcast_shapes(tuple(index.shape), tuple(value.shape))
             buffer = self.binding[args[0]["b"]]
             self.pending[buffer] = (index.expand(shape), value)

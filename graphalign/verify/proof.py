@@ -11,6 +11,7 @@ from torch import nn
 from graphalign.align.align import Alignment, Pair, prepare
 from graphalign.align.edges import Comparison
 from graphalign.align.finer import compare_pair
+from graphalign.align.positions import range_notes
 from graphalign.errors import PatchError, PatchNotLiveError
 from graphalign.ir.inference import InferenceGraph
 from graphalign.ir.training import TrainingGraph
@@ -67,6 +68,7 @@ def prove(
     patched = diff(inference, again, rules=rules)
     formats = tuple(changed_formats(training, again))
     out = Proof(stock, patched, spec, {STOCK: 0, PATCHED: spec.edges}, skipped=skipped, formats=formats)
+    out.notes = range_notes(pair.capture_t, pair.training, pair.arithmetic(0).positions, inference)
     if values is None:
         return out
     found = compare_pair(pair)

@@ -16,7 +16,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphalign.align.align import Pair
+from graphalign.align.positions import Decisions, recorded_at
 from graphalign.align.regions import tail_ops
+from graphalign.capture.attention import one_sequence
 from graphalign.errors import AlignmentError
 from graphalign.evaluate.aten import ATTENTIONS, base
 from graphalign.ir.dataflow import Op
@@ -100,6 +102,9 @@ class Replay(TorchDispatchMode):
         self.next_attention = 0
         self.scores: list[Score] = []
         self.output = values.output
+        self.tokens = len(values.tokens)
+        self.far = far_position(pair, self.tokens)
+        """Where the last token is put, which then is not compared; None: all stand where the engine had them."""
         self.tail = tail_ops(pair.flow_t)
         self.replaced = 0
 
@@ -185,9 +190,24 @@ class Replay(TorchDispatchMode):
             a = mine[:, :, :: a.numel() // b.numel()].reshape(-1)  # key and value heads repeated before the kernel
         if a.numel() != b.numel():
             return
+        if self.far is not None and a.numel() % self.tokens == 0:
+            a, b = (x.view(self.tokens, -1)[:-1].reshape(-1) for x in (a, b))
         same = a.dtype == b.dtype
         equal = float((a == b).double().mean()) if same else 0.0
         self.scores.append(Score(op.module, slot, equal, ulp_distance(a, b) if same else -1, a.numel(), distance(a, b)))
+
+
+def far_position(pair: Pair, tokens: int) -> int | None:
+    """The last position that the trainer was recorded at, if it decides otherwise in a batch of so many tokens; else None.
+
+    Transformers picks LongRoPE's factors by a batch's longest position. Its last token stands there in a replay, so that the trainer runs
+    as it was compared: every other token is where the engine had it, and no region mixes tokens.
+    """
+    recorded = recorded_at(pair.capture_t)
+    if recorded is None or pair.capture_t.header.shorter == "same" or tokens < len(recorded):
+        return None
+    spread = [round(i * (tokens - 1) / max(len(recorded) - 1, 1)) for i in range(len(recorded))]
+    return max(recorded) if Decisions(pair.capture_t, pair.training).changed(spread) else None
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -232,14 +252,16 @@ def replay(
 
 def run_replay(model: nn.Module, mode: Replay, values: EngineValues, *, autocast: str | None = None) -> list[Score]:
     """The same with a mode of one's own."""
-    ids = torch.tensor([values.tokens])
+    given = {"input_ids": torch.tensor([values.tokens])}
+    if mode.far is not None:
+        given["position_ids"] = torch.tensor([[*range(len(values.tokens) - 1), mode.far]])
     cast = torch.autocast("cpu", dtype=getattr(torch, autocast) if autocast else None, enabled=autocast is not None)
-    with torch.no_grad(), cast:
-        model(input_ids=ids, use_cache=False)  # compile what is patched before the mode is on
+    with torch.no_grad(), cast, one_sequence():
+        model(**given, use_cache=False)  # compile what is patched before the mode is on
         mode.scores.clear()
         mode.composites.reset()
         with mode:
-            model(input_ids=ids, use_cache=False)
+            model(**given, use_cache=False)
     if not mode.replaced:
         raise AlignmentError(
             "not one anchor of the training model took the engine's values", hint="record the values with the same checkpoint"

@@ -25,6 +25,8 @@ def render_proof(proof: Proof, console: Console) -> None:
         console.print(Text(f"{variant}: not replayed, {why}", style="yellow"))
     if proof.patched.assumptions:
         console.print(Text(f"{proof.patched.assumptions} equal: joined by owner, their inside was not compared", style="yellow"))
+    for note in proof.notes:
+        console.print(Text(f"note: {note}", style="yellow"))
     for problem in proof.problems:
         console.print(Text(f"NOT PROVEN: {problem}", style="bold red"))
     if not proof.problems:

@@ -46,6 +46,8 @@ class Proof:
     """Why nothing was replayed."""
     formats: tuple[str, ...] = ()
     """GEMMs and attention calls that read other formats than in the stock model, in words: must be empty."""
+    notes: tuple[str, ...] = ()
+    """In words, positions and batches for which nothing is shown."""
 
     @cached_property
     def _sites(self) -> Snapshot:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -25,17 +26,39 @@ BEHIND = 4096
 ADDED = (("behind", "constant", [BEHIND, {"dtype": "int64"}], {}), ("further", "add", [{"n": "load_1"}, {"n": "behind"}], {}))
 
 
-def moved(body: Body) -> Body:
-    """A loop that reads its table so many rows behind the position."""
-    ops: list[Any] = []
+Ops = list[tuple[Any, ...]]
+
+
+def behind(position: dict[str, str], name: str) -> Ops:
+    """So many rows behind the position."""
+    return [(f"n{name}", "constant", [BEHIND, {"dtype": "int64"}], {}), (name, "add", [position, {"n": f"n{name}"}], {})]
+
+
+def behind_some(position: dict[str, str], name: str) -> Ops:
+    """So many rows behind positions above 64: how older engines switched."""
+    return [
+        (f"k{name}", "constant", [64, {"dtype": "int64"}], {}),
+        (f"above{name}", "gt", [position, {"n": f"k{name}"}], {}),
+        (f"one{name}", "to_dtype", [{"n": f"above{name}"}, {"dtype": "float32"}], {}),
+        (f"n{name}", "constant", [float(BEHIND), {"dtype": "float32"}], {}),
+        (f"far{name}", "mul", [{"n": f"one{name}"}, {"n": f"n{name}"}], {}),
+        (f"whole{name}", "to_dtype", [{"n": f"far{name}"}, {"dtype": "int64"}], {}),
+        (name, "add", [position, {"n": f"whole{name}"}], {}),
+    ]
+
+
+def mysterious(position: dict[str, str], name: str) -> Ops:
+    """Somewhere that cannot be evaluated."""
+    return [(name, "an_op_that_nobody_knows", [position], {})]
+
+
+def moved(body: Body, how: Callable[[dict[str, str], str], Ops]) -> Body:
+    """A loop that reads its table at other rows than the position's."""
+    ops: Ops = []
     for op in body.ops:
         if op[1].startswith("set_indirect") and op[2][0]["n"].startswith("load"):
-            behind, further = f"behind_{op[1]}", f"further_{op[1]}"
-            ops += [
-                (behind, "constant", [BEHIND, {"dtype": "int64"}], {}),
-                (further, "add", [op[2][0], {"n": behind}], {}),
-                (op[0], op[1], [{"n": further}], {}),
-            ]
+            row = f"row_{op[1]}"
+            ops += [*how(op[2][0], row), (op[0], op[1], [{"n": row}], {})]
         else:
             ops.append(op)
     return body.model_copy(update={"ops": tuple(ops)})
@@ -53,11 +76,14 @@ def shifted(table: Table, *, unrecorded: bool = False) -> Table:
     return table.model_copy(update={"rows": tuple(rows), "shape": (BEHIND + table.shape[0], *table.shape[1:]), "values": raw})
 
 
-def long_rope(limit: int | None = None, *, unrecorded: bool = False, apart: bool = False) -> InferenceGraph:
+def long_rope(
+    limit: int | None = None, *, how: Callable[[dict[str, str], str], Ops] = behind, unrecorded: bool = False, apart: bool = False
+) -> InferenceGraph:
     """A recorded Phi 3 whose rotary table has other rows before those that it is read at.
 
     Args:
         limit: its `max_model_len`.
+        how: makes a row's number of a position's.
         unrecorded: the capture does not hold the rows that are read.
         apart: the rows' numbers are computed in a loop of their own.
     """
@@ -70,7 +96,7 @@ def long_rope(limit: int | None = None, *, unrecorded: bool = False, apart: bool
         extent = next(i.size[0] for g in stock.graphs for i in g.inputs if "position" in i.source)
         update["graphs"], update["bodies"] = tuple(map(computed_before, stock.graphs)), {**stock.bodies, "rows": numbers(extent)}
     else:
-        update["bodies"] = {k: moved(b) for k, b in stock.bodies.items()}
+        update["bodies"] = {k: moved(b, how) for k, b in stock.bodies.items()}
     return stock.model_copy(update=update)
 
 
@@ -165,6 +191,22 @@ def test_rows_that_are_read_are_found_by_running_the_loops(apart: bool) -> None:
     assert rows_read(captures("phi3")[0], traced(captures("phi3")[0]), Arithmetic(0, positions, (0,) * 4)).rows == {
         table.name: (positions,)
     }
+
+
+def test_rows_may_depend_on_the_position() -> None:
+    capture = long_rope(how=behind_some)
+    (table,) = capture.tables
+    read = rows_read(capture, traced(capture), Arithmetic(0, (0, 1, 64, 2047), (0,) * 4))
+    assert read.rows == {table.name: ((0, 1, 64, 2047 + BEHIND),)}
+    graphs, bodies = [g.model_dump(mode="json") for g in capture.graphs], {k: b.model_dump(mode="json") for k, b in capture.bodies.items()}
+    assert BEHIND in table_offsets(graphs, bodies, table.name, table.shape[1])
+
+
+def test_rows_that_cannot_be_evaluated_are_not_compared() -> None:
+    """It was a crash."""
+    found = diff(long_rope(2048, how=mysterious), captures("phi3")[1])
+    assert found.semantic == ()
+    assert any("an operand could not be evaluated" in e.reason for e in found.leftovers)
 
 
 def test_positions_end_where_the_engine_does() -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from graphalign.align.pair import prepare
 from graphalign.align.positions import reach_of
 from graphalign.errors import BadInputError
 from graphalign.rules import rules_dir
 from graphalign.sites.find import diff
 from graphalign.sites.report import Report
+from graphalign.verify.replay import Replay, far_position
+from graphalign.verify.values import EngineValues
 from tests.align import rope
 from tests.breadth.captured import counts, entries
 
@@ -74,6 +78,25 @@ def test_positions_end_with_the_engines_table() -> None:
     found = compared("dynamic", "dynamic", 512)
     assert entries(found) == {}
     assert any("compared up to 511, the engine takes them up to 2047" in n for n in found.notes)
+
+
+def test_a_replay_runs_the_trainer_as_it_was_compared() -> None:
+    """The prompt of `check` is shorter than LongRoPE's switch: rotary regions were 17 % equal. Its last token stands far, uncompared."""
+    tokens, far = 57, 511
+    pair = prepare(rope.engine("longrope"), rope.trainer("longrope", far + 1), rules_dir(None))
+    assert far_position(pair, tokens) == far
+    short = prepare(rope.engine("longrope_short"), rope.trainer("longrope", rope.SWITCH), rules_dir(None))
+    assert far_position(short, tokens) is None
+    mode = Replay(rope.model("longrope"), pair, EngineValues(tuple(range(tokens)), {}, {}, None))
+    op = next(op for op in pair.flow_t.ops if op.target == "attention")
+    x = torch.ones(1, tokens, 4, 32, dtype=torch.bfloat16)
+    y = x.clone()
+    y[:, -1] = 2
+    mode._compare(op, 0, x, y)
+    assert (mode.scores[-1].equal, mode.scores[-1].elements) == (1.0, x[:, 1:].numel())
+    y[:, 0] = 2
+    mode._compare(op, 0, x, y)
+    assert mode.scores[-1].equal == 1 - 1 / (tokens - 1)
 
 
 def test_positions_in_three_rows() -> None:

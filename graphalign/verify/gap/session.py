@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from graphalign.align.pair import Pair, prepare
-from graphalign.align.positions import reach_of
+from graphalign.align.positions import range_notes, reach_of
 from graphalign.errors import BadInputError, CaptureFileError, GapInputError
 from graphalign.evaluate.opaque import load_opaque_ops
 from graphalign.ir.files import read_json, write_bytes, write_json
@@ -107,6 +107,7 @@ def run(settings: Settings, stages: Stages) -> Measured:
     pair = prepare(inference, training, settings.rules)
     spec = settings.spec or _make_patch(settings, pair, stages)
     notes, tokens = list(settings.notes), Tokens(rollouts.prompts, rollouts.sequences)
+    notes += range_notes(training, pair.training, pair.arithmetic(0).positions, inference)
     if tokens.empty:
         notes.append(f"{tokens.empty} of {len(rollouts.sequences)} responses are empty and left out")
     shared, skipped = _shared_kernels(settings, trainer, inference, rollouts)
