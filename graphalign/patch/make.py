@@ -112,6 +112,7 @@ def _edit(site: Site, wanted: set[int] | None) -> Edit | None:
         operand=site.consumer.operand or 0,
         layers=ranges(layers),
         producer_layers=ranges(producers),
+        site=site.id,
     )
 
 

@@ -62,6 +62,8 @@ class Edit(Frozen):
     """Layers of the consumer, `0-5, 7`; empty if it is outside the layers."""
     producer_layers: str
     """Layers of the producer, one for each of `layers`."""
+    site: str = ""
+    """Id of the site in `sites.json`, `rope.1`; empty in files from before 0.2."""
 
     @field_validator("layers", "producer_layers")
     @classmethod
@@ -145,6 +147,8 @@ def dump(spec: PatchSpec) -> str:
     data = json.loads(spec.model_dump_json())
     if not spec.partial:
         del data["partial"]
+    for edit in (e for g in data["groups"] for e in g["edits"] if not e["site"]):
+        del edit["site"]
     head = "".join(f"# PARTIAL: {said}\n" for said in spec.partial)
     return head + yaml.safe_dump(data, sort_keys=False, width=120, allow_unicode=True)
 
