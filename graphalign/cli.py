@@ -117,6 +117,14 @@ Autocast = Annotated[Literal["none", "bfloat16", "float16"], typer.Option(help="
 Attention = Annotated[
     Literal["sdpa", "eager", "flash_attention_2", "flex_attention"], typer.Option(help="Regime: attention implementation.")
 ]
+Source = Annotated[
+    Path | None,
+    typer.Option(
+        "--source",
+        metavar="FILE",
+        help="The patch as source, from `graphalign source`: the module or its diff. Default: the one beside SITES, if there is one.",
+    ),
+]
 LogProbs = Annotated[
     str,
     typer.Option(metavar="NAME", help="Regime: the trainer's log-probabilities: fp32, trl, or PKG.MODULE:FUNCTION of (logits, tokens)."),
@@ -181,19 +189,26 @@ def diff(
 @app.command()
 def why(
     sites: Annotated[Path, typer.Argument(metavar="SITES", help="A sites file, from `find` or `diff`.")],
-    node: Annotated[str, typer.Argument(metavar="NODE", help="A node as sites.json names it.")],
+    node: Annotated[str, typer.Argument(metavar="NODE", help="A node as sites.json names it, or a site: rope.1.")],
+    source: Source = None,
 ) -> None:
-    """Say why a node is or isn't aligned.
+    """Say why a node is or isn't aligned, or what a site is and which lines of the patch as source serve it.
 
-    Example:
+    Examples:
 
       graphalign why out/qwen3/sites.json NODE
+
+      graphalign why out/qwen3/sites.json rope.1
     """
     from graphalign.ir.files import read_json
+    from graphalign.render.patch_source import read_source, source_beside
     from graphalign.sites.report import Report
     from graphalign.sites.why import explain
 
     print(explain(read_json(sites, Report, kind="sites file"), node))
+    patched = read_source(source) if source else source_beside(sites)
+    for line in patched.lines(node) if patched else ():
+        print(f"  in {patched.name if patched else ''}: {line}")
 
 
 @app.command()

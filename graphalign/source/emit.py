@@ -12,12 +12,10 @@ from torch import nn
 from graphalign.errors import PatchError
 from graphalign.ir.paths import layer_of
 from graphalign.source.guard import function_of, guard
-from graphalign.source.ids import short_ids
+from graphalign.source.ids import MARK, short_ids
 from graphalign.source.plan import Change, Layers
 from graphalign.source.spans import Spans
 
-MARK = "# graphalign: "
-"""What stands in front of the sites that a line serves."""
 CASTS = frozenset({"to", "type_as", "float", "bfloat16", "half", "type"})
 """Methods that change the dtype."""
 

@@ -6,6 +6,8 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 
+MARK = "# graphalign: "
+"""What stands in front of the sites that a line of a generated file serves."""
 _PART = re.compile(r"(\w+)\.(\d+)(?:-(\d+))?")
 
 
