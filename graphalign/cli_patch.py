@@ -163,6 +163,7 @@ def check(
             values={"tokens": tokens, "out": recorded} if real else None,
             target=key,
             entry=spec.target.get("entry", "llm"),
+            logs=output.parent if output is not None else Path(),  # the work folder goes with its content
         )
         refuse_other_target(spec, inference.header.target)
         size = tokens_to_record(inference) or 8

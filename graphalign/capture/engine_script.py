@@ -22,6 +22,7 @@ import functools
 import glob
 import gzip
 import hashlib
+import importlib
 import json
 import math
 import os
@@ -44,6 +45,12 @@ PROBE_BASE = 7000
 """Distinct probe values per pass; a second pass tells more than that many tensors apart."""
 
 
+def beside(name: str) -> Any:
+    """A module that lies beside this file: this file's folder is the process's, or graphalign's package is stood in for."""
+    package = "graphalign.capture." if __name__.startswith("graphalign.") else ""
+    return importlib.import_module(package + name)
+
+
 def say(**message: Any) -> None:
     """Report progress or failure to the parent, one line."""
     print("@graphalign " + json.dumps(message), flush=True)
@@ -52,9 +59,11 @@ def say(**message: Any) -> None:
 class Refused(Exception):
     """A failure with a message for the user."""
 
-    def __init__(self, what: str, where: str = "", hint: str = "") -> None:
+    def __init__(self, what: str, where: str = "", hint: str = "", *, usage: bool = False) -> None:
         super().__init__(what)
         self.what, self.where, self.hint = what, where, hint
+        self.usage = usage
+        """Whether the user's input is at fault, not the engine."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1208,9 +1217,9 @@ def register_loader(world: World, recorder: Recorder, request: dict[str, Any]) -
             inner = copy.copy(load_config)
             inner.load_format = "dummy" if request["weights"] == "dummy" else "auto"
             self.inner = get_model_loader(inner)
-            if layers is not None and hasattr(self.inner, "get_all_weights"):
-                every = self.inner.get_all_weights
-                self.inner.get_all_weights = lambda *a, **k: ((n, t) for n, t in every(*a, **k) if within(n, layers))
+            if request["weights"] != "dummy" and hasattr(self.inner, "get_all_weights"):
+                every, numbers = self.inner.get_all_weights, beside("engine_numbers")
+                self.inner.get_all_weights = lambda *a, **k: numbers.checked((x for x in every(*a, **k) if within(x[0], layers)), Refused)
                 # vLLM checks that every parameter was loaded only when it isn't told otherwise; fewer layers load fewer.
 
         def download_model(self, model_config: Any) -> None:
@@ -1237,8 +1246,7 @@ def register_loader(world: World, recorder: Recorder, request: dict[str, Any]) -
 
 def copy_composites(request: dict[str, Any], model: Any, config: Any, model_config: Any) -> None:
     """Copy the owners of composite ops with drawn weights, before the checkpoint's are loaded; see `engine_composites`."""
-    import engine_composites  # type: ignore[import-not-found]  # the process runs in this file's folder
-
+    engine_composites = beside("engine_composites")
     request["composites"] = found = engine_composites.Composites()
     if getattr(model_config, "quantization", None) is None:
         found.prepare(model, config, engine_composites.LayerTensors(request["model"]))
@@ -1773,6 +1781,15 @@ def record_values(llm: Any, world: World, graphs: list[dict[str, Any]], request:
     write_tensors(request["values"]["out"], recorder.tensors, meta)
 
 
+def require_numbers(llm: Any, world: World, recorder: Recorder, request: dict[str, Any], config: Any) -> None:
+    """Refuse an engine whose logits of a prompt are no numbers; see `engine_numbers`."""
+    tokens, bad, numbers = (request.get("values") or {}).get("tokens"), None, beside("engine_numbers")
+    with recorder.guard("whether the engine's logits are numbers"):
+        bad = numbers.look(llm, world.model, recorder.graphs, tokens, config.model_config.max_model_len)
+    if bad is not None:
+        raise Refused(bad[0], bad[1], numbers.OVERFLOW)
+
+
 def write_tensors(path: str, tensors: dict[str, Any], meta: dict[str, str]) -> None:
     """The safetensors format: header length, JSON header, raw little-endian content."""
     import torch
@@ -1833,6 +1850,8 @@ def capture(request: dict[str, Any], then: Any = None) -> dict[str, Any]:
     if (found := request.get("composites")) is not None:
         with recorder.guard("composite ops on drawn inputs"):
             composites = found.record(llm, world, extern_ops(recorder.graphs))
+    if request["weights"] == "real":
+        require_numbers(llm, world, recorder, request, config)
     if request.get("values"):
         record_values(llm, world, recorder.graphs, request)
     if then is not None:
@@ -1871,7 +1890,7 @@ def main(path: str, then: Any = None) -> int:
         write(request["out"], data)
         say(stage="write", fraction=1.0)
     except Refused as e:
-        say(error=e.what, where=e.where, hint=e.hint)
+        say(error=e.what, where=e.where, hint=e.hint, usage=e.usage)
         return 3
     except BaseException as e:
         traceback.print_exc()

@@ -28,7 +28,7 @@ ROLLOUT_SCRIPT = SCRIPT.with_name("rollout_script.py")
 GPU_SCRIPT = Path(__file__).parents[1] / "engines" / "gpu" / "script.py"
 """Stands in for the engine on a GPU that isn't here."""
 ENGINE_LOG = "graphalign-engine.log"
-"""The engine's log, kept beside where the capture was to be written, if it failed."""
+"""The engine's log, kept if it failed."""
 MOST_CAUSES = 3
 _PREFIX = re.compile(r"^(?:\((?:\w|[ =:])+\)\s*)?(?:(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\]\s*)?")
 """What vLLM puts before a line: the process, the level, time and place."""
@@ -55,6 +55,7 @@ def capture_inference(
     rollouts: Mapping[str, Any] | None = None,
     target: str = CPU,
     entry: Literal["llm", "server"] = "llm",
+    logs: str | os.PathLike[str] | None = None,
 ) -> InferenceGraph:
     """Start vLLM on a model, write what it compiled to `out`, and return it.
 
@@ -73,10 +74,11 @@ def capture_inference(
         rollouts: what `capture.rollouts.generate` asks for: also generate on the engine that was captured.
         target: "cpu", or the name of a GPU (`engines.gpu.targets`) that vLLM lowers the model for without having it.
         entry: for a GPU, whose defaults apply: those of the `LLM` class or of the server.
+        logs: folder in which the engine's log is kept if it fails; that of `out` if None.
 
     Raises:
-        BadInputError: `model_dir`, `python` or `out` cannot be used, or the model is quantised.
-        CaptureFailedError: the engine refused the model, died, or did not finish in time.
+        BadInputError: `model_dir`, `python` or `out` cannot be used, the model is quantised, or its checkpoint holds NaN.
+        CaptureFailedError: the engine refused the model, died, did not finish in time, or its logits are no numbers.
     """
     model = Path(model_dir)
     if not (model / "config.json").is_file():
@@ -121,9 +123,13 @@ def capture_inference(
                 _run(engine, script, work / "request.json", log, timeout, progress)
                 graph = _read(written, log)
             except CaptureFailedError as e:
-                raise _with_log(e, log, destination.parent) from None
+                raise _with_log(e, log, Path(logs) if logs is not None else destination.parent) from None
         write_bytes(destination, written.read_bytes())
     return graph
+
+
+class _Refused(CaptureFailedError):
+    """The script's own refusal: its words are the cause, whatever else the log shows."""
 
 
 def _read(written: Path, log: IO[str]) -> InferenceGraph:
@@ -138,7 +144,7 @@ def _with_log(error: CaptureFailedError, log: IO[str], folder: Path) -> CaptureF
     log.flush()
     log.seek(0)
     text = log.read()
-    causes = [line for line in causes_in(text) if line not in error.what]
+    causes = [] if isinstance(error, _Refused) else [line for line in causes_in(text) if line not in error.what]
     where = "\n".join([*(f"cause: {line}" for line in causes), *error.where.splitlines()])
     hint = error.hint
     if missing := re.search(r"No module named '([\w.]+)'", "\n".join(causes)):
@@ -261,7 +267,10 @@ def _explain(code: int, failure: dict[str, Any], interpreter: str, log: IO[str])
     if failure:
         first = str(failure["error"]).strip().splitlines()[0]
         where = str(failure.get("where") or "")
-        raise CaptureFailedError(
+        if failure.get("usage") is True:
+            raise BadInputError(first, where=where, hint=str(failure.get("hint") or ""))
+        kind = _Refused if "usage" in failure else CaptureFailedError
+        raise kind(
             f"the engine could not be captured: {first}",
             where=tail if where in ("", "vLLM") else where,
             hint=str(failure.get("hint") or "") or "check that this vLLM supports the model; engine arguments can be passed on",

@@ -17,6 +17,7 @@ from torch import nn
 
 from graphalign.capture.adapted import no_compiled_kernels, refuse_compiled, without_adapters
 from graphalign.capture.attention import OP, composite_attention, one_sequence
+from graphalign.capture.finite import refuse_broken, require_numbers
 from graphalign.capture.recorder import Recorder, Watch, anchor_scope, record
 from graphalign.capture.visible import probe_length, record_masks
 from graphalign.engines.trainer import build_trainer, parse_dtype
@@ -59,8 +60,8 @@ def capture_training(
         then: called with the module after it was recorded.
 
     Raises:
-        BadInputError: a wrong option, folder, config or factory; a quantised or compiled model.
-        CaptureFailedError: the model could not be built, or its forward failed.
+        BadInputError: a wrong option, folder, config or factory; a quantised or compiled model; NaN in its weights.
+        CaptureFailedError: the model could not be built, its forward failed, or its logits are no numbers.
     """
     say = progress or (lambda line: None)
     started = time.perf_counter()
@@ -78,6 +79,7 @@ def capture_training(
         say(f"building {Path(model).name}")
         module = build_trainer(model, layers, dtype, attention, weights, trust_remote_code=trust_remote_code)
         name = Path(model).resolve().name
+        refuse_broken(module)
     else:
         raise BadInputError("no model to capture", hint="give a model folder, a module, or factory=package.module:function")
     built = time.perf_counter()
@@ -130,6 +132,8 @@ def record_forward(
     try:
         with one_sequence(), composite_attention(), torch.set_grad_enabled(grad), cast, record(module, inputs, watch) as recorder:
             output = logits_of(module(*args, **kwargs), module)
+            with recorder.paused():
+                require_numbers(output, module, lambda: module(*args, **kwargs))
             if function is not None:
                 output = _tail(recorder, function, output, inputs["input_ids"])
     except GraphalignError:

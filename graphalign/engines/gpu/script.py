@@ -223,7 +223,7 @@ def main(path: str) -> int:
         script.write(request["out"], data)
         script.say(stage="write", fraction=1.0)
     except script.Refused as e:
-        script.say(error=e.what, where=e.where, hint=e.hint)
+        script.say(error=e.what, where=e.where, hint=e.hint, usage=e.usage)
         return 3
     except BaseException as e:
         traceback.print_exc()
