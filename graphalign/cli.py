@@ -129,6 +129,9 @@ LogProbs = Annotated[
     str,
     typer.Option(metavar="NAME", help="Regime: the trainer's log-probabilities: fp32, trl, or PKG.MODULE:FUNCTION of (logits, tokens)."),
 ]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run the code that comes with the model (auto_map in its config), on both sides.")
+]
 Rules = Annotated[Path | None, typer.Option(metavar="DIR", help="Read rules from here instead of the ones that ship with graphalign.")]
 
 

@@ -900,15 +900,16 @@ def checkpoint_tensors(directory: str) -> dict[str, tuple[str, tuple[int, ...]]]
     return found
 
 
-def meta_tensors(directory: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+def meta_tensors(directory: str, trust: bool = False) -> dict[str, tuple[str, tuple[int, ...]]]:
     """What a checkpoint of this config would hold, from a Transformers model on the meta device."""
     import torch
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=trust)
     cls = getattr(transformers, (getattr(config, "architectures", None) or [""])[0], None)
     with torch.device("meta"):
-        model = cls._from_config(config) if cls is not None else transformers.AutoModelForCausalLM.from_config(config)
+        auto = transformers.AutoModelForCausalLM
+        model = cls._from_config(config) if cls is not None else auto.from_config(config, trust_remote_code=trust)
     state = model.state_dict()
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     state = {k: v for k, v in state.items() if k not in tied}
@@ -1249,14 +1250,19 @@ def copy_composites(request: dict[str, Any], model: Any, config: Any, model_conf
     engine_composites = beside("engine_composites")
     request["composites"] = found = engine_composites.Composites()
     if getattr(model_config, "quantization", None) is None:
-        found.prepare(model, config, engine_composites.LayerTensors(request["model"]))
+        found.prepare(model, config, engine_composites.LayerTensors(request["model"], trusted(request)))
+
+
+def trusted(request: dict[str, Any]) -> bool:
+    """Whether code that comes with the model may be run."""
+    return request["engine_args"].get("trust_remote_code") is True
 
 
 def find_segments(world: World, model: Any, request: dict[str, Any], quantised: Any, at_end: Any = None) -> None:
     """Fill `world.parameters[…]["segments"]`, by a probe or, failing that, by names. `at_end`: see `Probe`."""
     tensors: dict[str, Any] = {}
     try:
-        tensors = checkpoint_tensors(request["model"]) or meta_tensors(request["model"])
+        tensors = checkpoint_tensors(request["model"]) or meta_tensors(request["model"], trusted(request))
         tensors = {n: t for n, t in tensors.items() if within(n, request.get("layers"))}
         if quantised:
             raise RuntimeError(f"weights are quantised ({quantised})")
@@ -1480,6 +1486,7 @@ def read_model(request: dict[str, Any], config: Any) -> dict[str, Any]:
         "dtype": dtype_name(config.model_config.dtype),
         "weights": request["weights"],
         "vocab_size": getattr(hf, "vocab_size", None),
+        **({"own_dtype": request["own_dtype"]} if request.get("own_dtype") else {}),
     }
 
 
@@ -1857,7 +1864,7 @@ def capture(request: dict[str, Any], then: Any = None) -> dict[str, Any]:
     if then is not None:
         then(llm, request)
     timings["total"] = time.perf_counter() - started
-    header |= {"notes": world.notes + recorder.notes, "timings": {k: round(v, 3) for k, v in timings.items()}}
+    header |= {"notes": [*request.get("notes", ()), *world.notes, *recorder.notes], "timings": {k: round(v, 3) for k, v in timings.items()}}
     return {
         "format": "graphalign.inference",
         "version": 1,

@@ -20,6 +20,7 @@ from graphalign.capture.attention import OP, composite_attention, one_sequence
 from graphalign.capture.finite import refuse_broken, require_numbers
 from graphalign.capture.recorder import Recorder, Watch, anchor_scope, record
 from graphalign.capture.visible import probe_length, record_masks
+from graphalign.engines.model_folder import code_left_out
 from graphalign.engines.trainer import build_trainer, parse_dtype
 from graphalign.errors import BadInputError, CaptureFailedError, GraphalignError
 from graphalign.ir.config import config_digest
@@ -64,7 +65,7 @@ def capture_training(
         CaptureFailedError: the model could not be built, its forward failed, or its logits are no numbers.
     """
     say = progress or (lambda line: None)
-    started = time.perf_counter()
+    started, left = time.perf_counter(), ""
     if autocast is not None:
         parse_dtype(autocast)
     if tokens < 2:
@@ -80,6 +81,7 @@ def capture_training(
         module = build_trainer(model, layers, dtype, attention, weights, trust_remote_code=trust_remote_code)
         name = Path(model).resolve().name
         refuse_broken(module)
+        left = "" if trust_remote_code else code_left_out(Path(model))
     else:
         raise BadInputError("no model to capture", hint="give a model folder, a module, or factory=package.module:function")
     built = time.perf_counter()
@@ -89,7 +91,7 @@ def capture_training(
         graph = record_forward(bare, tokens=tokens, autocast=autocast, grad=grad, name=name, logprobs=logprobs)
     header = graph.header
     timings = {"build": built - started, "record": time.perf_counter() - built}
-    notes = (said, *header.notes) if said else header.notes
+    notes = (*(note for note in (said, left) if note), *header.notes)
     if then is not None:
         then(module)
     return graph.model_copy(update={"header": header.model_copy(update={"timings": timings, "notes": notes})})

@@ -64,7 +64,7 @@ def make_spec(
                 edits.append(edit)
         if edits:
             groups.append(Group(name=g.name, edits=tuple(edits)))
-    model = {k: report.model[k] for k in ("architecture", "config_digest", "layers") if k in report.model}
+    model = {k: report.model[k] for k in ("architecture", "config_digest", "layers", "own_dtype") if k in report.model}
     return PatchSpec(
         simulated=report.simulated,
         target=report.target,

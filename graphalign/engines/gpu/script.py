@@ -157,7 +157,8 @@ def capture(request: dict[str, Any]) -> dict[str, Any]:
         "compile": compiled,
         "model": script.read_model(request, config),
         "simulated": True,
-        "notes": [f"simulated {request['target']['name']}: lowered without the device, not yet compared with one", *unknown,
+        "notes": [f"simulated {request['target']['name']}: lowered without the device, not yet compared with one",
+                  *request.get("notes", ()), *unknown,
                   *world.notes, *recorder.notes],
         "timings": {k: round(v, 3) for k, v in timings.items()},
     }  # fmt: skip
