@@ -194,6 +194,7 @@ def check(
             "verdict": proof.verdict,
             "problems": proof.problems,
             "assumed": sum(e.count for e in proof.patched.assumed),
+            "unexercised": sum(e.count for e in proof.stock.unexercised),
             "unpatched": proof.unpatched,
             "left_out": proof.left_out,
             "not_replayed": proof.missing,
