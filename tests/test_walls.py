@@ -20,6 +20,7 @@ SCRIPT = PACKAGE / "capture" / "engine_script.py"
 BESIDE = {
     SCRIPT: set(),
     SCRIPT.with_name("engine_composites.py"): set(),
+    SCRIPT.with_name("engine_arguments.py"): set(),
     SCRIPT.with_name("engine_numbers.py"): set(),
     PACKAGE / "ir" / "drawn.py": {"numpy"},
 }

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from graphalign.capture.inference import capture_inference
 from graphalign.engines.examples import resolve_model
-from graphalign.errors import CaptureFailedError
+from graphalign.errors import BadInputError, CaptureFailedError
 from graphalign.ir.inference import TAIL
 
 pytestmark = pytest.mark.vllm
@@ -102,3 +102,16 @@ def test_an_engine_whose_logits_are_no_numbers_is_an_error(qwen3: Path, tmp_path
         capture_inference(folder, tmp_path / "c.json", layers=2)
     assert "first seen at model.layers.1.mlp.down_proj" in failure.value.where
     assert not (tmp_path / "c.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        ({"max_modl_len": 64}, "this vLLM's engine has no argument 'max_modl_len'"),
+        ({"max_num_seqs": 4, "max_model_len": "many"}, "the engine's argument does not fit: "),
+    ],
+)
+def test_an_argument_that_vllm_does_not_take_is_bad_input(qwen3: Path, tmp_path: Path, arguments: dict[str, object], what: str) -> None:
+    with pytest.raises(BadInputError, match=what) as failure:
+        capture_inference(qwen3, tmp_path / "c.json", layers=1, engine_args=arguments)
+    assert failure.value.where == f"--engine-arg {list(arguments)[-1]}={list(arguments.values())[-1]}"
