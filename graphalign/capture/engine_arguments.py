@@ -29,12 +29,11 @@ def wrong_name(arguments: Arguments) -> tuple[str, str, str] | None:
     from vllm.engine.arg_utils import EngineArgs
 
     taken = {f.name for f in dataclasses.fields(EngineArgs)}
-    known = taken | {
-        n for n, p in inspect.signature(LLM.__init__).parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    } - {"self"}
+    beside = inspect.signature(LLM.__init__).parameters.items()
+    known = taken | {n for n, p in beside if n != "self" and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     for name, value in arguments.items():
         where = f"--engine-arg {name}={value}"
-        if name in ("model", "model_path"):
+        if name == "model":
             return "the model is the command's argument, not the engine's", where, "give it as MODEL"
         if name == "load_format" and value not in LOADED_BY_US:
             hint = "leave it out; for random weights give --weights dummy"

@@ -1880,10 +1880,10 @@ def capture(request: dict[str, Any], then: Any = None) -> dict[str, Any]:
     if (found := request.get("composites")) is not None:
         with recorder.guard("composite ops on drawn inputs"):
             composites = found.record(llm, world, extern_ops(recorder.graphs))
-    if request["weights"] == "real":
-        require_numbers(llm, world, recorder, request, config)
     if request.get("values"):
         record_values(llm, world, recorder.graphs, request)
+    if request["weights"] == "real":
+        require_numbers(llm, world, recorder, request, config)
     if then is not None:
         then(llm, request)
     timings["total"] = time.perf_counter() - started
