@@ -9,6 +9,8 @@ import contextlib
 import dataclasses
 import difflib
 import inspect
+import json
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,7 +19,30 @@ LOADED_BY_US = {"auto", "safetensors", "hf"}
 """Load formats that are what graphalign's loader does anyway."""
 TRIALS = 8
 """Most arguments that are left out one by one."""
-FORM = "VALUE is JSON where it parses, else a string"
+FORM = "change it, or leave it out; VALUE is JSON where it parses, else a string"
+
+
+def complete(request: dict[str, Any], given: Arguments, cut: Callable[[str, int], dict[str, Any]]) -> dict[str, Any]:
+    """All arguments of the engine: a capture's own defaults, and what a user gave; `cut` is `engine_script.layer_overrides`."""
+    arguments = {
+        "dtype": "bfloat16", "skip_tokenizer_init": True, "max_num_seqs": 8, "max_num_batched_tokens": 512,
+        "enable_prefix_caching": False, "seed": 0, **given, "model": request["model"], "load_format": "graphalign",
+    }  # fmt: skip
+    with open(os.path.join(request["model"], "config.json"), "rb") as f:
+        config = json.load(f)
+    limit = config.get("max_position_embeddings") or (config.get("text_config") or {}).get("max_position_embeddings") or 512
+    arguments.setdefault("max_model_len", min(512, limit) if isinstance(limit, int) else 512)
+    if isinstance(most := arguments["max_num_batched_tokens"], int):
+        arguments["max_num_batched_tokens"] = max(most, 16)
+    return arguments | cut_layers(request, given, cut)
+
+
+def cut_layers(request: dict[str, Any], given: Arguments, cut: Callable[[str, int], dict[str, Any]]) -> dict[str, Any]:
+    """`hf_overrides` that keep the first layers, if so many are asked for; a user's that are no object are left for vLLM to refuse."""
+    overrides = given.get("hf_overrides") or {}
+    if request.get("layers") is None or not isinstance(overrides, dict):
+        return {}
+    return {"hf_overrides": {**cut(request["model"], request["layers"]), **overrides}}
 
 
 def wrong_name(arguments: Arguments) -> tuple[str, str, str] | None:

@@ -1504,7 +1504,7 @@ def layer_overrides(directory: str, layers: int) -> dict[str, Any]:
         if not isinstance(total, int):
             return {}
         if layers > total:
-            raise Refused(f"the model has {total} layers, not {layers}", directory, "ask for fewer layers")
+            raise Refused(f"the model has {total} layers, not {layers}", directory, "ask for fewer layers", usage=True)
         return {"num_hidden_layers": layers} | {k: v[:layers] for k, v in part.items() if isinstance(v, list) and len(v) == total}
 
     out = cut(config)
@@ -1545,37 +1545,13 @@ def start_engine(request: dict[str, Any]) -> Any:
     if bad := checks.wrong_name(given):
         raise Refused(*bad, usage=True)
     try:
-        return LLM(**engine_arguments(request, given))
+        return LLM(**checks.complete(request, given, layer_overrides))
     except Exception as e:
         # once the model is built, its config is not what failed
-        make = functools.partial(checks.make_config, lambda some: engine_arguments(request, some))
+        make = functools.partial(checks.make_config, lambda some: checks.complete(request, some, layer_overrides))
         if not request.get("configured") and (bad := checks.at_fault(e, given, make)):
             raise Refused(*bad, usage=True) from None
         raise
-
-
-def engine_arguments(request: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """All arguments of the engine: a capture's own defaults, and what a user gave."""
-    arguments = {
-        "dtype": "bfloat16", "skip_tokenizer_init": True, "max_num_seqs": 8, "max_num_batched_tokens": 512,
-        "enable_prefix_caching": False, "seed": 0, **given, "model": request["model"], "load_format": "graphalign",
-    }  # fmt: skip
-    with open(os.path.join(request["model"], "config.json"), "rb") as f:
-        config = json.load(f)
-    limit = config.get("max_position_embeddings") or (config.get("text_config") or {}).get("max_position_embeddings") or 512
-    arguments.setdefault("max_model_len", min(512, limit) if isinstance(limit, int) else 512)
-    if isinstance(most := arguments["max_num_batched_tokens"], int):
-        arguments["max_num_batched_tokens"] = max(most, 16)
-    if request.get("layers") is not None:
-        arguments["hf_overrides"] = cut_layers(request, arguments.get("hf_overrides"))
-    return arguments
-
-
-def cut_layers(request: dict[str, Any], overrides: Any) -> Any:
-    """`hf_overrides` with those that keep the first layers; what is no object is left for vLLM to refuse."""
-    if not isinstance(overrides or {}, dict):
-        return overrides
-    return {**layer_overrides(request["model"], request["layers"]), **(overrides or {})}
 
 
 def engine_config(llm: Any) -> Any:

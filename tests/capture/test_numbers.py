@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -147,3 +150,18 @@ def test_a_trainer_with_masked_tokens_is_recorded() -> None:
             return torch.cat([logits[..., :-1], torch.full_like(logits[..., :1], -INF)], -1)
 
     assert record_forward(Masked(), logprobs=None).nodes
+
+
+def test_a_log_probability_that_is_none_is_refused_while_the_engine_generates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(numbers.__file__).parent))  # as in the engine's process
+    script = importlib.import_module("rollout_script")
+    table = [{5: SimpleNamespace(logprob=-1.0)}, {6: SimpleNamespace(logprob=NAN)}]
+    done = SimpleNamespace(token_ids=[5, 6], logprobs=table, finish_reason="stop")
+    with pytest.raises(script.engine.Refused, match="log-probability of a token is nan") as refusal:
+        script.sampled(SimpleNamespace(outputs=[done], prompt_token_ids=[1, 2, 3]))
+    assert refusal.value.where == "token 1 of the response to a prompt of 3 tokens"
+    scored = SimpleNamespace(prompt_logprobs=[None, {5: SimpleNamespace(logprob=-INF)}])
+    with pytest.raises(script.engine.Refused, match="log-probability of a token is -inf"):
+        script.scored(scored, 1, [5])
+    for name in ("rollout_script", "engine_script", "engine_numbers"):
+        sys.modules.pop(name, None)

@@ -81,8 +81,7 @@ def make_config(request: dict[str, Any]) -> Any:
 
     def make(given: Mapping[str, Any]) -> Any:
         arguments = {"dtype": "bfloat16", "skip_tokenizer_init": True, **given, "model": request["model"], "load_format": "dummy"}
-        if request.get("layers") is not None:
-            arguments["hf_overrides"] = script.cut_layers(request, arguments.get("hf_overrides"))
+        arguments |= engine_arguments.cut_layers(request, given, script.layer_overrides)
         return EngineArgs(**arguments).create_engine_config(usage_context=context)
 
     try:
