@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 BUG, SEMANTIC, PARTIAL, INTERRUPTED, TERMINATED = 1, 3, 7, 130, 143
 ORDER = (
     "find", "capture", "diff", "why", "show", "render", "patch", "apply", "check", "source", "schema", "drift", "compare", "targets",
-    "verify", "clusters", "rules",
+    "verify", "gap", "clusters", "rules",
 )  # fmt: skip
 """Commands as `--help` lists them."""
 
@@ -263,6 +263,7 @@ def main() -> NoReturn:
     import graphalign.cli_clusters
     import graphalign.cli_drift
     import graphalign.cli_find
+    import graphalign.cli_gap
     import graphalign.cli_patch
     import graphalign.cli_render
     import graphalign.cli_source

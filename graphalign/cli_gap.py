@@ -1,0 +1,119 @@
+"""`graphalign gap --dump FILE…`: the gap in what a trainer wrote, without a model; with one, stock and patched on the same tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from graphalign import console
+from graphalign.cli import PARTIAL, Layers, app
+from graphalign.errors import BadInputError
+
+if TYPE_CHECKING:
+    from graphalign.dumps.collect import Collection
+    from graphalign.dumps.report import DumpReport
+
+REFUSED = 2
+
+
+@app.command()
+def gap(
+    files: Annotated[list[Path] | None, typer.Argument(metavar="[FILE…]", help="More files or folders after --dump FILE.")] = None,
+    dump: Annotated[
+        list[Path] | None, typer.Option("--dump", metavar="FILE", help="A dump of a trainer or of vLLM's server, or a folder of them.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder for gap.json and gap.html. Without it the tables are all.")
+    ] = None,
+    format: Annotated[str | None, typer.Option("--format", metavar="NAME", help="The dump's format, where it is not recognised.")] = None,
+    adapter: Annotated[Path | None, typer.Option(metavar="FILE.yaml", help="More formats, described as in docs/dumps.md.")] = None,
+    step: Annotated[str | None, typer.Option(metavar="N", help="Rows of this training step only.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Take the first N responses only.")] = None,
+    anyway: Annotated[bool, typer.Option("--anyway", help="Show figures also where they are no numeric gap.")] = False,
+    model: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Score the dump's tokens here with this model: the weights that sampled them.")
+    ] = None,
+    patch_file: Annotated[Path | None, typer.Option("--patch", metavar="PATCH", help="Score with this patch too. Needs --model.")] = None,
+    temperature: Annotated[
+        float, typer.Option(min=0.01, metavar="T", help="Divide the model's logits by this: the engine's log-probabilities are of it.")
+    ] = 1.0,
+    logprobs: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="The model's log-probabilities: fp32, trl, or PKG.MODULE:FUNCTION of (logits, tokens)."),
+    ] = None,
+    layers: Layers = None,
+    resamples: Annotated[int, typer.Option(min=100, metavar="N", help="Bootstrap resamples.")] = 2000,
+) -> None:
+    """Measure the gap in what a trainer already wrote: no model, no engine.
+
+    Reads dumps of NeMo-RL, prime-rl, open-instruct, slime, miles and torchtitan, answers of vLLM's server, and rows of our own
+    (docs/dumps.md). The format is recognised. What looks like a gap and is none is named instead: processed or rounded
+    log-probabilities, shifted lists, padding. `graphalign verify MODEL` measures with a live engine.
+
+    Examples:
+
+      graphalign gap --dump logs/exp_001/train_data_step*.jsonl --out out/gap
+
+      graphalign gap --dump rollouts/ --model ./my-model --patch patch.yaml --limit 64 --out out/gap
+    """
+    from graphalign.dumps.adapters import load_formats
+    from graphalign.dumps.collect import collect
+    from graphalign.dumps.files import expand
+    from graphalign.dumps.measure import report as measure
+    from graphalign.dumps.table import render_dump
+
+    paths = expand([*(dump or ()), *(files or ())]) if dump else []
+    if not paths:
+        hint = (
+            "graphalign gap --dump FILE…   measures what a trainer wrote\ngraphalign verify MODEL --out DIR   measures with a live engine"
+        )
+        raise BadInputError("gap needs a dump", where="--dump", hint=hint)
+    if model is None and (patch_file is not None or logprobs is not None or layers is not None):
+        raise BadInputError(
+            "--patch, --logprobs and --layers are about a model", where="--model", hint="give the weights that sampled with --model"
+        )
+    formats = load_formats(adapter)
+    if out is not None:
+        console.require_folder(out)
+    with console.Stages() as stages:
+        stages.start("dump")
+        found = collect(paths, formats, wanted=format, step=step, limit=limit, progress=stages)
+        stages("statistics", None)
+        report = measure(found, resamples=resamples, anyway=anyway)
+        report = report.model_copy(update={"seconds": dict(stages.seconds)})
+        if out is not None:
+            _write(report, found, out)
+    render_dump(report, console.output())
+    if out is not None:
+        print(f"wrote {out / 'gap.json'} and {out / 'gap.html'}")
+    _finish(report, found)
+
+
+def _write(report: DumpReport, found: Collection, out: Path) -> None:
+    from graphalign.ir.files import write_bytes, write_json
+    from graphalign.render.dump_page import render_dump_page
+
+    lines = []
+    if report.gap is not None:
+        lines.append(("the dump's trainer", [k.inference - k.training for k in found.kept if k.training is not None]))
+    write_json(out / "gap.json", report, indent=1)
+    write_bytes(out / "gap.html", render_dump_page(report, lines).encode())
+
+
+def _finish(report: DumpReport, found: Collection) -> None:
+    """Exit with 2 if nothing could be shown, with 7 if faulty rows were left out."""
+    if report.gap is None and not report.scored and any(f.refuses for f in report.findings):
+        console.messages().print(
+            "[bold red]no gap is shown[/]: what was found says that it would be none; --anyway shows it", highlight=False
+        )
+        raise typer.Exit(REFUSED)
+    if report.gap is None and not report.scored:
+        text = "the dump has the engine's log-probabilities only: --model MODEL scores the same tokens with the weights that sampled them"
+        console.messages().print(text, markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(REFUSED if report.engine_gap is None else 0)
+    if found.left_out:
+        text = f"[bold yellow]{found.left_out} faulty responses were left out[/]: the figures are of the others"
+        console.messages().print(text, highlight=False, soft_wrap=True)
+        raise typer.Exit(PARTIAL)
