@@ -88,7 +88,7 @@ def verify(
         if not has_weights(folder):
             raise BadInputError("the model has no weights: both sides would draw their own", where=str(folder), hint="give a checkpoint")
         if spec is not None:
-            _refuse_other_model(spec, folder, layers, trust_remote_code)
+            refuse_other_model(spec, folder, layers, trust_remote_code)
         regime = spec.regime if spec is not None else {}
         if said := words(folder, trainer=str(regime.get("param_dtype") or "bfloat16")):
             console.warn(said)
@@ -124,7 +124,7 @@ def verify(
     print(f"wrote {out / 'verify.json'} and {out / 'verify.html'}")
 
 
-def _refuse_other_model(spec: PatchSpec, folder: Path, layers: int | None, trust: bool = False) -> None:
+def refuse_other_model(spec: PatchSpec, folder: Path, layers: int | None, trust: bool = False) -> None:
     """Refuse a patch of another model before an engine is started."""
     from graphalign.engines.trainer import load_config, quiet, truncate
     from graphalign.ir.config import config_digest

@@ -42,11 +42,8 @@ def find(c: Collection, *, resamples: int) -> tuple[list[Finding], Estimate | No
         if copied:
             out.append(_copied())
         else:
-            agreement = _agreement(q, p)
-            out += agreement
-            bias = sampling_bias(c, resamples=resamples)
-            if not agreement:
-                out += _truncated(c, bias, q, p)
+            compared, bias = compare_columns(q, p, np.stack(c.sums), resamples=resamples)
+            out += compared
         out += _entropy(c, resamples=resamples)
     return sorted(out, key=lambda f: not f.refuses), bias
 
@@ -71,7 +68,9 @@ def _precision(c: Collection) -> list[Finding]:
                 else "write float32 with all its digits"
             )
             what = f"the {side} column holds {form} only: its own rounding would be shown as the gap"
-            out.append(Finding(kind="precision", what=what, hint=hint, refuses=True))
+            out.append(
+                Finding(kind="precision", what=what, hint=hint, side="inference" if side == "inference" else "training", refuses=True)
+            )
     return out
 
 
@@ -108,30 +107,37 @@ def _copied() -> Finding:
     )
 
 
-def _agreement(q: Sequence[Array], p: Sequence[Array]) -> list[Finding]:
+def compare_columns(q: Sequence[Array], p: Sequence[Array], sums: Array, *, resamples: int) -> tuple[list[Finding], Estimate]:
+    """Whether two columns are of the same tokens and policy, and of the distribution that sampled.
+
+    Args:
+        q: the engine's log-probabilities per response, `[tokens]`.
+        p: the trainer's.
+        sums: `sequence_sums` of their difference; those of more responses if q and p are a sample.
+        resamples: bootstrap resamples.
+    """
+    bias = sampling_bias(sums, resamples=resamples)
     try:
         check_agreement(q, p)
     except GapInputError as e:
-        return [Finding(kind="disagreement", what=e.what, where=e.where, hint=e.hint, refuses=True)]
-    return []
+        return [Finding(kind="disagreement", what=e.what, where=e.where, hint=e.hint, refuses=True)], bias
+    return _truncated(sums.sum(0), bias, q, p), bias
 
 
-def sampling_bias(c: Collection, *, resamples: int) -> Estimate:
+def sampling_bias(sums: Array, *, resamples: int) -> Estimate:
     """1 − mean p/q over the tokens, which is mean d − k3, with its bootstrap interval over responses.
 
     Tokens drawn from q have E[p/q] = the trainer's probability of what q can draw: 1, unless q was truncated by top-k, top-p or min-p, in
     which case it is what the filter kept. Rounding has no part in it: it moves d up as often as down.
     """
-    sums = np.stack(c.sums)
     with np.errstate(invalid="ignore"):
         drawn = resample(sums, resamples=resamples)
         total = sums.sum(0)
         return estimate(float((total[1] - total[3]) / total[0]), (drawn[:, 1] - drawn[:, 3]) / drawn[:, 0], len(sums))
 
 
-def _truncated(c: Collection, bias: Estimate, q: Sequence[Array], p: Sequence[Array]) -> list[Finding]:
+def _truncated(sums: Array, bias: Estimate, q: Sequence[Array], p: Sequence[Array]) -> list[Finding]:
     d = np.concatenate(q) - np.concatenate(p)
-    sums = np.stack(c.sums).sum(0)
     k3 = float(sums[3] / sums[0])
     error = float(np.std(np.exp(-np.clip(d, -50, None))) / np.sqrt(sums[0]))
     if bias.low is not None and bias.high is not None:
@@ -145,7 +151,7 @@ def _truncated(c: Collection, bias: Estimate, q: Sequence[Array], p: Sequence[Ar
     )
     where = f"on average {bias.value:.2%} of the probability was cut away, up to {most:.1%} at 99 % of the tokens"
     hint = f"top_p, top_k or min_p with processed_logprobs: d = −log of what was kept, at every token, which is not rounding; {RAW}"
-    return [Finding(kind="truncated", what=what, where=where, hint=hint, refuses=True)]
+    return [Finding(kind="truncated", what=what, where=where, hint=hint, side="inference", refuses=True)]
 
 
 def _entropy(c: Collection, *, resamples: int) -> list[Finding]:
@@ -180,7 +186,7 @@ def _server(c: Collection) -> list[Finding]:
             f"{a.full_rows} of {a.uncertain_rows} rows of top tokens, of tokens with a probability below 0.5, hold all of the probability: "
             "it was renormalised after a top-k, top-p or min-p filter"
         )
-        out.append(Finding(kind="truncated", what=what, hint=RAW, refuses=True))
+        out.append(Finding(kind="truncated", what=what, hint=RAW, side="inference", refuses=True))
     if a.unusual:
         named = ", ".join(f"{k} ({n} responses)" for k, n in a.unusual.items())
         what = f"the requests asked for {named}: the tokens were not drawn from the model's own distribution"

@@ -20,6 +20,8 @@ class Finding(Frozen):
     what: str
     where: str = ""
     hint: str = ""
+    side: Literal["inference", "training", "both"] = "both"
+    """Whose column it is about."""
     refuses: bool
     """The difference is then no numeric gap, and is shown only if asked for."""
 
@@ -81,9 +83,12 @@ class Sampling(Frozen):
     """No token of a lower rank was drawn, where chance would have drawn some."""
     top_p: float | None
     min_p: float | None
-    temperature: float
+    temperature: float | None
+    """Relative to the one that is compared; None if a filter explains the tokens better."""
     temperature_error: float
     """Standard error."""
+    reported: str | None
+    """What brings the engine's log-probabilities to the model's, in words; None if they are the model's as they are."""
 
 
 class DumpReport(Frozen):

@@ -88,8 +88,8 @@ def sampling_text(r: DumpReport) -> str:
     assert s is not None
     found = [f"{n} about {v:g}" for n, v in (("top_k", s.top_k), ("top_p", s.top_p), ("min_p", s.min_p)) if v is not None]
     filters = ", ".join(found) or "no sign of top_k, top_p or min_p"
-    drawn = f"{s.tokens} tokens were drawn at temperature {s.temperature:.3f} ± {s.temperature_error:.3f}"
-    return f"by the stock trainer's logits {drawn}, with {filters}"
+    heat = "" if s.temperature is None else f" at temperature {s.temperature:.3f} ± {s.temperature_error:.3f}"
+    return f"by the stock trainer's logits {s.tokens} tokens were drawn{heat}, with {filters}"
 
 
 def spread(parts: Sequence[T], most: int) -> Sequence[T]:
