@@ -49,6 +49,9 @@ def render_dump(r: DumpReport, console: Console) -> None:
         console.print(Text(f"{len(r.by_step)} steps; {MOST_STEPS} are shown, gap.json has all", style="dim"))
     if r.scored:
         console.print(_scored(r.scored, k, d))
+    if r.floor is not None:
+        words = "The patched trainer against itself with one weight 1 ULP off (what any difference grows to)"
+        console.print(Text(f"{words}: k3 {k.estimate(r.floor.k3)} · {k} nats"))
     if r.sampling is not None:
         console.print(Text(sampling_text(r)))
     if r.outside_clip is not None:
@@ -68,9 +71,8 @@ def render_dump(r: DumpReport, console: Console) -> None:
 
 
 def summary_rows(r: DumpReport) -> list[tuple[str, GapStatistics]]:
-    """The gaps of the whole: the dump's trainer, the engine against itself, the floor."""
+    """The gaps of the whole: the dump's trainer, the engine against itself."""
     rows = [("the trainer that wrote the dump", r.gap), ("the engine against itself (sampled, prefill)", r.engine_gap)]
-    rows.append(("the patched trainer against itself, one weight 1 ULP off", r.floor))
     return [(name, gap) for name, gap in rows if gap is not None]
 
 

@@ -101,6 +101,9 @@ def _scored(r: DumpReport) -> Html:
         "The dump's tokens, scored here; against the engine's log-probabilities in the dump. Comparisons use the same tokens on both sides."
     )
     parts = [tag("p", words), table([("trainer", ""), *((n, "n") for n in names)], lines, class_="cardtable")]
+    if r.floor is not None:
+        words = "The patched trainer against itself with one weight 1 ULP off, which is what any difference grows to"
+        parts.append(tag("p", f"{words}: k3 {k.estimate(r.floor.k3)} · {k} nats."))
     if r.sampling is not None:
         parts.append(tag("p", sampling_text(r).capitalize() + "."))
     return text(parts)
