@@ -120,10 +120,10 @@ def _score(
     layers: int | None, anyway: bool, **options: Any,
 ) -> Result | None:  # fmt: skip
     """Score the dump's tokens here; None if the engine's column is no good."""
-    from graphalign.capture.inference import has_weights
     from graphalign.cli_verify import refuse_other_model
     from graphalign.dumps.scoring import score_dump
     from graphalign.engines.examples import resolve_model
+    from graphalign.engines.model_folder import has_weights
     from graphalign.logprobs import find_function
     from graphalign.patch.spec import load
 
