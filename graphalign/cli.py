@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 BUG, SEMANTIC, PARTIAL, INTERRUPTED, TERMINATED = 1, 3, 7, 130, 143
 ORDER = (
     "find", "capture", "diff", "why", "show", "render", "patch", "apply", "check", "source", "schema", "drift", "compare", "targets",
-    "verify", "clusters", "rules",
+    "verify", "gap", "clusters", "rules",
 )  # fmt: skip
 """Commands as `--help` lists them."""
 
@@ -117,9 +117,20 @@ Autocast = Annotated[Literal["none", "bfloat16", "float16"], typer.Option(help="
 Attention = Annotated[
     Literal["sdpa", "eager", "flash_attention_2", "flex_attention"], typer.Option(help="Regime: attention implementation.")
 ]
+Source = Annotated[
+    Path | None,
+    typer.Option(
+        "--source",
+        metavar="FILE",
+        help="The patch as source, from `graphalign source`: the module or its diff. Default: the one beside SITES, if there is one.",
+    ),
+]
 LogProbs = Annotated[
     str,
     typer.Option(metavar="NAME", help="Regime: the trainer's log-probabilities: fp32, trl, or PKG.MODULE:FUNCTION of (logits, tokens)."),
+]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run the code that comes with the model (auto_map in its config), on both sides.")
 ]
 Rules = Annotated[Path | None, typer.Option(metavar="DIR", help="Read rules from here instead of the ones that ship with graphalign.")]
 
@@ -181,19 +192,26 @@ def diff(
 @app.command()
 def why(
     sites: Annotated[Path, typer.Argument(metavar="SITES", help="A sites file, from `find` or `diff`.")],
-    node: Annotated[str, typer.Argument(metavar="NODE", help="A node as sites.json names it.")],
+    node: Annotated[str, typer.Argument(metavar="NODE", help="A node as sites.json names it, or a site: rope.1.")],
+    source: Source = None,
 ) -> None:
-    """Say why a node is or isn't aligned.
+    """Say why a node is or isn't aligned, or what a site is and which lines of the patch as source serve it.
 
-    Example:
+    Examples:
 
       graphalign why out/qwen3/sites.json NODE
+
+      graphalign why out/qwen3/sites.json rope.1
     """
     from graphalign.ir.files import read_json
+    from graphalign.render.patch_source import read_source, source_beside
     from graphalign.sites.report import Report
     from graphalign.sites.why import explain
 
     print(explain(read_json(sites, Report, kind="sites file"), node))
+    patched = read_source(source) if source else source_beside(sites)
+    for line in patched.lines(node) if patched else ():
+        print(f"  in {patched.name if patched else ''}: {line}")
 
 
 @app.command()
@@ -245,6 +263,7 @@ def main() -> NoReturn:
     import graphalign.cli_clusters
     import graphalign.cli_drift
     import graphalign.cli_find
+    import graphalign.cli_gap
     import graphalign.cli_patch
     import graphalign.cli_render
     import graphalign.cli_source

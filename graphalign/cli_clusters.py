@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from graphalign import console
-from graphalign.cli import Attention, Autocast, Dtype, Factory, Layers, Model, Weights, app
+from graphalign.cli import Attention, Autocast, Dtype, Factory, Layers, Model, TrustRemoteCode, Weights, app
 from graphalign.errors import BadInputError, GraphalignError
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ def clusters(
     dtype: Dtype = "bfloat16",
     autocast: Autocast = "none",
     attention: Attention = "sdpa",
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Measure where unrounded values fall between adjacent BF16 numbers, at every place where the trainer rounds.
 
@@ -70,9 +71,9 @@ def clusters(
         stages.start("clusters")("find the model")
         folder = resolve_model(model)
         check_weights(model, folder, weights)
-        text = _text(prompts, folder, tokens, sequences)
+        text = _text(prompts, folder, tokens, sequences, trust_remote_code)
         stages("build the model", None)
-        module = _build(folder, factory, layers, dtype, attention, weights)
+        module = _build(folder, factory, layers, dtype, attention, weights, trust_remote_code)
         if report is not None:
             check_same(report, module)
         result = _measure(module, text, autocast, weights == "dummy", stages)
@@ -102,8 +103,8 @@ def check_weights(model: str, folder: Path, weights: str | None) -> None:
 
 def has_real_weights(model: str, folder: Path) -> bool:
     """Whether a model's folder holds weights that were trained."""
-    from graphalign.capture.inference import has_weights
     from graphalign.engines.examples import is_random
+    from graphalign.engines.model_folder import has_weights
 
     return has_weights(folder) and not is_random(model)
 
@@ -116,9 +117,11 @@ class Probe:
         weights: the option of this name.
         autocast: the option of this name.
         progress: called with (stage, fraction).
+        trust: run code that comes with the model.
     """
 
-    def __init__(self, model: str, weights: str | None, autocast: str, progress: Progress) -> None:
+    def __init__(self, model: str, weights: str | None, autocast: str, progress: Progress, trust: bool = False) -> None:
+        self.trust = trust
         self.model, self.weights, self.autocast, self.progress = model, weights, autocast, progress
         self.result: Clusters | None = None
         self.note = ""
@@ -131,7 +134,7 @@ class Probe:
             folder = resolve_model(self.model)
             if self.weights == "dummy" or not has_real_weights(self.model, folder):
                 return
-            text = _text(None, folder, FIND_TOKENS, 1)
+            text = _text(None, folder, FIND_TOKENS, 1, self.trust)
             self.result = _measure(module, text, self.autocast, False, self.progress)
             self.note = f"clustering is measured on {self.result.sequences[0]} tokens of {text.source}; `graphalign clusters` measures more"
         except GraphalignError as e:
@@ -152,22 +155,24 @@ class _Text:
         self.model, self.sequences, self.source, self.note = model, sequences, source, note
 
 
-def _text(file: Path | None, folder: Path, tokens: int, most: int) -> _Text:
+def _text(file: Path | None, folder: Path, tokens: int, most: int, trust: bool) -> _Text:
     from graphalign.engines.text import read_sequences
     from graphalign.rules import data_dir
 
     built_in = data_dir("prompts") / "prompts.jsonl"
-    sequences, prompts = read_sequences(file or built_in, folder, tokens=tokens, most=most)
+    sequences, prompts = read_sequences(file or built_in, folder, tokens=tokens, most=most, trust_remote_code=trust)
     return _Text(folder.name, sequences, prompts.source, prompts.note)
 
 
-def _build(folder: Path, factory: str | None, layers: int | None, dtype: str, attention: str, weights: str | None) -> nn.Module:
+def _build(
+    folder: Path, factory: str | None, layers: int | None, dtype: str, attention: str, weights: str | None, trust: bool
+) -> nn.Module:
     from graphalign.capture.training import call_factory
     from graphalign.engines.trainer import build_trainer
 
     if factory is not None:
         return call_factory(factory, folder)
-    return build_trainer(folder, layers, dtype, attention, "dummy" if weights == "dummy" else None)
+    return build_trainer(folder, layers, dtype, attention, "dummy" if weights == "dummy" else None, trust_remote_code=trust)
 
 
 def _measure(module: nn.Module, text: _Text, autocast: str, dummy: bool, progress: Progress) -> Clusters:

@@ -23,6 +23,7 @@ from graphalign.cli import (
     Target,
     TensorParallel,
     Timeout,
+    TrustRemoteCode,
     VllmPython,
     Weights,
     WeightsChoice,
@@ -56,15 +57,22 @@ class Engine:
     target: str
     entry: Literal["llm", "server"]
     keep_kernels: Path | None = None
+    trust: bool = False
+    trainer: str = ""
+    """Dtype of the trainer's parameters; empty if it is not known, or there is no trainer."""
 
     def capture(self, out: Path, stages: console.Stages) -> InferenceGraph:
         """Start the engine, and write its capture to `out`."""
         stages.start("inference")("find the model")
         from graphalign.capture.inference import capture_inference
+        from graphalign.engines.dtypes import words
         from graphalign.engines.examples import resolve_model
 
+        folder = resolve_model(self.model)
+        if said := words(folder, trainer=self.trainer):
+            console.warn(said)
         return capture_inference(
-            resolve_model(self.model),
+            folder,
             out,
             python=self.python,
             engine_args=self.engine_args,
@@ -75,6 +83,7 @@ class Engine:
             target=self.target,
             entry=self.entry,
             keep_kernels=self.keep_kernels,
+            trust_remote_code=self.trust,
         )
 
 
@@ -90,6 +99,9 @@ class Trainer:
     attention: str
     weights: WeightsChoice | None
     logprobs: str
+    trust: bool = False
+    alone: bool = False
+    """Whether no engine is started beside it, which says what the model's own dtype is."""
 
     def capture(
         self,
@@ -102,10 +114,14 @@ class Trainer:
         """Record one forward of so many tokens, spread over `reach` positions; `then` is called with the model afterwards."""
         stages.start("training")("find the model")
         from graphalign.capture.training import capture_training
+        from graphalign.engines.dtypes import words
         from graphalign.engines.examples import resolve_model
 
+        folder = resolve_model(self.model)
+        if self.alone and self.factory is None and (said := words(folder, engine=False, trainer=self.dtype)):
+            console.warn(said)
         return capture_training(
-            resolve_model(self.model),
+            folder,
             factory=self.factory,
             layers=self.layers,
             dtype=self.dtype,
@@ -116,6 +132,7 @@ class Trainer:
             then=then,
             logprobs=self.logprobs,
             reach=reach,
+            trust_remote_code=self.trust,
             **({} if tokens is None else {"tokens": tokens}),  # type: ignore[arg-type]
         )
 
@@ -139,6 +156,7 @@ def find(
     autocast: Autocast = "none",
     attention: Attention = "sdpa",
     logprobs: LogProbs = "fp32",
+    trust_remote_code: TrustRemoteCode = False,
     rules: Rules = None,
     baseline: Annotated[
         Path | None,
@@ -178,12 +196,13 @@ def find(
     console.require_packages(*(() if vllm_python else ("vllm",)), "transformers")
     kernels = out / "kernels" if target != "cpu" else None
     engine = Engine(model=model, python=vllm_python, engine_args=arguments, layers=layers, weights=weights, timeout=timeout,
-                    target=target, entry=entry, keep_kernels=kernels)  # fmt: skip
+                    target=target, entry=entry, keep_kernels=kernels, trust=trust_remote_code,
+                    trainer="" if factory else dtype)  # fmt: skip
     trainer = Trainer(model=model, factory=factory, layers=layers, dtype=dtype, autocast=autocast, attention=attention, weights=weights,
-                      logprobs=logprobs)  # fmt: skip
+                      logprobs=logprobs, trust=trust_remote_code)  # fmt: skip
     with console.Stages() as stages:
         inference = engine.capture(out / "inference.json.gz", stages)
-        probe = Probe(model, weights, autocast, stages)
+        probe = Probe(model, weights, autocast, stages, trust_remote_code)
         training = trainer.capture(stages, tokens=tokens_to_record(inference), reach=reach_of(inference, rules), then=probe)
         write_json(out / "training.json.gz", training)
         report = probe.rank(run_diff(stages, inference, training, rules))
@@ -218,6 +237,7 @@ def capture_inference_command(
     vllm_python: VllmPython = None,
     engine_arg: EngineArgs = None,
     timeout: Timeout = 1800.0,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Start vLLM and record what its compiled engine executes.
 
@@ -233,7 +253,7 @@ def capture_inference_command(
     console.require_output(output)
     console.require_packages(*(() if vllm_python else ("vllm",)))
     engine = Engine(model=model, python=vllm_python, engine_args=arguments, layers=layers, weights=weights, timeout=timeout,
-                    target=target, entry=entry, keep_kernels=keep_kernels)  # fmt: skip
+                    target=target, entry=entry, keep_kernels=keep_kernels, trust=trust_remote_code)  # fmt: skip
     with console.Stages() as stages:
         graph = engine.capture(output, stages)
     kernels = sum(len(g.kernels) for g in graph.graphs)
@@ -258,6 +278,7 @@ def capture_training_command(
         int | None,
         typer.Option("--max-model-len", min=2, metavar="N", help="The engine's: tokens are spread over so many positions."),
     ] = None,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Run one eager forward of the trainer's model and record every kernel with its source.
 
@@ -273,7 +294,7 @@ def capture_training_command(
     console.require_output(output)
     console.require_packages("transformers")
     trainer = Trainer(model=model, factory=factory, layers=layers, dtype=dtype, autocast=autocast, attention=attention, weights=weights,
-                      logprobs=logprobs)  # fmt: skip
+                      logprobs=logprobs, trust=trust_remote_code, alone=True)  # fmt: skip
     with console.Stages() as stages:
         graph = trainer.capture(stages, tokens=tokens, reach=reach)
         write_json(output, graph)

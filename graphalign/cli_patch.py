@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from graphalign import console
-from graphalign.cli import PARTIAL, EngineArgs, Layers, Model, Rules, Timeout, VllmPython, app
+from graphalign.cli import PARTIAL, EngineArgs, Layers, Model, Rules, Timeout, TrustRemoteCode, VllmPython, app
 from graphalign.errors import BadInputError
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ def apply_command(
     allow_stale: Annotated[
         bool, typer.Option("--allow-stale", help="Apply although modeling files differ; edits must still match.")
     ] = False,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Try a patch on a model: resolve every edit, run one forward with it, and say per module what changes.
 
@@ -88,7 +89,7 @@ def apply_command(
     console.require_packages("transformers")
     with console.Stages() as stages:
         stages.start("apply")("build the model")
-        trainer = _build(model, loaded, layers)
+        trainer = _build(model, loaded, layers, trust_remote_code)
         stages("apply", None)
         import graphalign
         from graphalign.capture.training import record_forward
@@ -110,6 +111,7 @@ def check(
     vllm_python: VllmPython = None,
     engine_arg: EngineArgs = None,
     timeout: Timeout = 1800.0,
+    trust_remote_code: TrustRemoteCode = False,
     rules: Rules = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Also write the figures as JSON.")] = None,
 ) -> None:
@@ -123,9 +125,11 @@ def check(
       graphalign check example:qwen3 --patch out/qwen3/patch.yaml
     """
     from graphalign.align.positions import reach_of
-    from graphalign.capture.inference import capture_inference, has_weights
+    from graphalign.capture.inference import capture_inference
     from graphalign.capture.training import record_forward
+    from graphalign.engines.dtypes import words
     from graphalign.engines.examples import resolve_model
+    from graphalign.engines.model_folder import has_weights
     from graphalign.engines.prompts import vocabulary_size
     from graphalign.evaluate.ranges import tokens_to_record
     from graphalign.ir.files import write_bytes
@@ -144,9 +148,11 @@ def check(
     with console.Stages() as stages, tempfile.TemporaryDirectory(prefix="graphalign-") as work:
         stages.start("inference")("find the model")
         folder, skipped = resolve_model(model), WHY_SIMULATED if spec.simulated else ""
+        if said := words(folder, trainer=str(spec.regime.get("param_dtype") or "")):
+            console.warn(said)
         if not skipped and not has_weights(folder):
             stages("make random weights for both sides", None)
-            skipped = _share_weights(folder, Path(work) / folder.name, spec, layers)
+            skipped = _share_weights(folder, Path(work) / folder.name, spec, layers, trust_remote_code)
             if not skipped:
                 model, folder, layers = str(Path(work) / folder.name), Path(work) / folder.name, None
         real = not skipped
@@ -164,11 +170,13 @@ def check(
             values={"tokens": tokens, "out": recorded} if real else None,
             target=key,
             entry=spec.target.get("entry", "llm"),
+            logs=output.parent if output is not None else Path(),  # the work folder goes with its content
+            trust_remote_code=trust_remote_code,
         )
         refuse_other_target(spec, inference.header.target)
         size, reach = tokens_to_record(inference) or 8, reach_of(inference, rules)
         stages.start("check")("build the model")
-        trainer = _build(model, spec, layers)
+        trainer = _build(model, spec, layers, trust_remote_code)
         proof = prove(
             trainer,
             spec,
@@ -189,6 +197,7 @@ def check(
             "verdict": proof.verdict,
             "problems": proof.problems,
             "assumed": sum(e.count for e in proof.patched.assumed),
+            "unexercised": sum(e.count for e in proof.stock.unexercised),
             "unpatched": proof.unpatched,
             "left_out": proof.left_out,
             "not_replayed": proof.missing,
@@ -220,7 +229,7 @@ def schema(
         write_bytes(output, text.encode() + b"\n")
 
 
-def _build(model: str, spec: PatchSpec, layers: int | None) -> Any:
+def _build(model: str, spec: PatchSpec, layers: int | None, trust: bool = False) -> Any:
     from graphalign.engines.examples import resolve_model
     from graphalign.engines.trainer import build_trainer
 
@@ -230,16 +239,18 @@ def _build(model: str, spec: PatchSpec, layers: int | None) -> Any:
         layers=layers,
         dtype=str(regime.get("param_dtype") or "bfloat16"),
         attention=str(regime.get("attention") or "sdpa"),
+        trust_remote_code=trust,
     )
 
 
-def _share_weights(folder: Path, out: Path, spec: PatchSpec, layers: int | None) -> str:
+def _share_weights(folder: Path, out: Path, spec: PatchSpec, layers: int | None, trust: bool = False) -> str:
     """Write a checkpoint of random weights for a model that has none, so that both sides have the same; why not, if there is no room."""
     import shutil
 
     from graphalign.engines.trainer import build_trainer, quiet
 
-    trainer = build_trainer(folder, layers=layers, attention=str(spec.regime.get("attention") or "sdpa"))
+    attention = str(spec.regime.get("attention") or "sdpa")
+    trainer = build_trainer(folder, layers=layers, attention=attention, trust_remote_code=trust)
     size = sum(p.numel() * p.element_size() for p in trainer.parameters())
     memory = _available_memory()
     disk = shutil.disk_usage(out.parent).free

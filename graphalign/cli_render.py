@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from graphalign import console
-from graphalign.cli import app
+from graphalign.cli import Source, app
 from graphalign.errors import BadInputError, GraphalignError
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ def render(
         ),
     ] = "",
     layer: Annotated[int | None, typer.Option(min=0, metavar="N", help="The kind of layer that layer N is.")] = None,
+    source: Source = None,
 ) -> None:
     """Show where rounding moved: as text, as a diagram, or as a report for a reviewer.
 
@@ -49,6 +50,7 @@ def render(
     What does not fit on a page is drawn as several: rope.svg, rope-2.svg, … Regions that look alike are drawn once.
     """
     from graphalign.ir.files import read_json, write_bytes
+    from graphalign.render.patch_source import read_source, source_beside
     from graphalign.render.textdiff import render_text
     from graphalign.sites.report import Report
 
@@ -58,15 +60,16 @@ def render(
     if output is not None:
         console.require_output(output)
     report = read_json(sites, Report, kind="sites file")
+    patched = read_source(source) if source else source_beside(sites)
     _check_group(report, group)
     if output is None:
-        sys.stdout.write(render_text(report, group=group, layer=layer))
+        sys.stdout.write(render_text(report, group=group, layer=layer, source=patched))
     elif form == ".txt":
-        write_bytes(output, render_text(report, group=group, layer=layer).encode())
+        write_bytes(output, render_text(report, group=group, layer=layer, source=patched).encode())
     elif form == ".html":
         from graphalign.render.page import render_page
 
-        write_bytes(output, render_page(report, group=group, layer=layer).encode())
+        write_bytes(output, render_page(report, group=group, layer=layer, source=patched).encode())
     else:
         for written in _draw(report, _panels(report, group, layer), output):
             print(written)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from graphalign import console
-from graphalign.cli import Layers, Rules, app
+from graphalign.cli import Layers, Rules, TrustRemoteCode, app
 from graphalign.cli_patch import Spec, _build
 from graphalign.errors import BadInputError
 
@@ -38,6 +38,7 @@ def source(
     check: Annotated[bool, typer.Option("--check", help="Write nothing; exit with 5 if a file is not what would be written now.")] = False,
     layers: Layers = None,
     allow_stale: Annotated[bool, typer.Option("--allow-stale", help="Also for a model whose config is another one.")] = False,
+    trust_remote_code: TrustRemoteCode = False,
     rules: Rules = None,
 ) -> None:
     """Write a patch as source: the modeling file with its casts moved, and a diff to review. Needs nothing of graphalign at run time.
@@ -68,7 +69,7 @@ def source(
         from graphalign.source.write import files, moved, write
 
         stages.start("source")("build the model")
-        trainer = _build(model, spec, layers)
+        trainer = _build(model, spec, layers, trust_remote_code)
         stages("run it with the patch applied", None)
         reference = Reference(trainer, spec, allow_stale=allow_stale)
         stages("write the source", None)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from graphalign import console
-from graphalign.cli import EngineArgs, Layers, Model, Rules, Timeout, VllmPython, app
+from graphalign.cli import EngineArgs, Layers, Model, Rules, Timeout, TrustRemoteCode, VllmPython, app
 from graphalign.errors import BadInputError
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ def verify(
     vllm_python: VllmPython = None,
     engine_arg: EngineArgs = None,
     timeout: Timeout = 7200.0,
+    trust_remote_code: TrustRemoteCode = False,
     rules: Rules = None,
 ) -> None:
     """Measure the gap: vLLM generates, the trainer scores the same tokens, stock and patched group by group.
@@ -60,8 +61,9 @@ def verify(
 
       graphalign verify ./my-model --patch patch.yaml --prompts mine.jsonl --max-tokens 512 --seeds 1 --out out/verify
     """
-    from graphalign.capture.inference import has_weights
+    from graphalign.engines.dtypes import words
     from graphalign.engines.examples import resolve_model
+    from graphalign.engines.model_folder import has_weights
     from graphalign.engines.prompts import read_prompts
     from graphalign.ir.files import write_bytes, write_json
     from graphalign.logprobs import find_function
@@ -86,14 +88,18 @@ def verify(
         if not has_weights(folder):
             raise BadInputError("the model has no weights: both sides would draw their own", where=str(folder), hint="give a checkpoint")
         if spec is not None:
-            _refuse_other_model(spec, folder, layers)
-        asked = read_prompts(prompts or data_dir("prompts") / "prompts.jsonl", folder, limit=limit)
+            refuse_other_model(spec, folder, layers, trust_remote_code)
+        regime = spec.regime if spec is not None else {}
+        if said := words(folder, trainer=str(regime.get("param_dtype") or "bfloat16")):
+            console.warn(said)
+        built_in = data_dir("prompts") / "prompts.jsonl"
+        asked = read_prompts(prompts or built_in, folder, limit=limit, trust_remote_code=trust_remote_code)
         settings = Settings(
             folder=folder,
             out=out,
             prompts=asked.ids,
             source=asked.source if prompts else f"{len(asked.ids)} built-in prompts",
-            notes=(asked.note,) if asked.note else (),
+            notes=tuple(note for note in (said, asked.note) if note),
             rules=rules,
             spec=spec,
             function=function,
@@ -108,6 +114,7 @@ def verify(
             python=vllm_python,
             engine_args=arguments,
             timeout=timeout,
+            trust=trust_remote_code,
         )
         measured = run(settings, stages)
         stages.start("write")("verify.json, verify.html")
@@ -117,13 +124,13 @@ def verify(
     print(f"wrote {out / 'verify.json'} and {out / 'verify.html'}")
 
 
-def _refuse_other_model(spec: PatchSpec, folder: Path, layers: int | None) -> None:
+def refuse_other_model(spec: PatchSpec, folder: Path, layers: int | None, trust: bool = False) -> None:
     """Refuse a patch of another model before an engine is started."""
     from graphalign.engines.trainer import load_config, quiet, truncate
     from graphalign.ir.config import config_digest
 
     with quiet():
-        config = load_config(folder)
+        config = load_config(folder, trust_remote_code=trust)
         truncate(config, layers)
     if (made := spec.model.get("config_digest")) and made != config_digest(config):
         text = config.get_text_config()

@@ -17,7 +17,13 @@ OPEN = ("capture", "engines")
 """The folders that may import vLLM and Transformers."""
 ENGINES = {"vllm", "transformers"}
 SCRIPT = PACKAGE / "capture" / "engine_script.py"
-BESIDE = {SCRIPT: {"engine_composites"}, SCRIPT.with_name("engine_composites.py"): set(), PACKAGE / "ir" / "drawn.py": {"numpy"}}
+BESIDE = {
+    SCRIPT: set(),
+    SCRIPT.with_name("engine_composites.py"): set(),
+    SCRIPT.with_name("engine_arguments.py"): set(),
+    SCRIPT.with_name("engine_numbers.py"): set(),
+    PACKAGE / "ir" / "drawn.py": {"numpy"},
+}
 """What runs in the engine's process, with what else it imports."""
 
 
@@ -83,6 +89,11 @@ print(len({names!r}))
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/")
     assert result.returncode == 0, result.stderr
     assert int(result.stdout) == len(names)
+
+
+def test_nothing_beside_the_engine_scripts_hides_a_module_of_the_standard_library() -> None:
+    """The scripts' folder is the first place where the engine's process looks for every module."""
+    assert not {p.stem for p in SCRIPT.parent.glob("*.py")} & sys.stdlib_module_names
 
 
 @pytest.mark.parametrize("script", BESIDE, ids=lambda p: p.name)

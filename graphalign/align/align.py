@@ -12,6 +12,7 @@ from graphalign.align.exercise import Dormant, Key, find_dormant, scalings
 from graphalign.align.join import Join, chance_rate
 from graphalign.align.pair import Pair, check_same_model, prepare
 from graphalign.align.regions import Regions
+from graphalign.align.strangers import other_weights
 from graphalign.align.sums import Sums
 from graphalign.align.tables import TableMatch, as_real, snap
 from graphalign.align.twins import tell_apart
@@ -20,7 +21,7 @@ from graphalign.evaluate import run_inference, run_training
 from graphalign.evaluate.identity import anchor_name
 from graphalign.evaluate.table_rows import rows_read
 from graphalign.evaluate.values import Layers
-from graphalign.ir.dataflow import Dataflow
+from graphalign.ir.dataflow import Dataflow, Op
 
 __all__ = ["Alignment", "Pair", "Progress", "align", "check_same_model", "prepare"]
 
@@ -60,6 +61,8 @@ class Alignment:
     """Operands of cores, (op, slot), that hold the same elements on both sides: their order in training and in inference."""
     inlined: set[int] = field(default_factory=set)
     """Tables of one number that every format holds exactly and no table of the engine does: they are in its code, if anywhere."""
+    other_weight: dict[int, str] = field(default_factory=dict)
+    """GEMMs of the trainer whose partner multiplies by another parameter, with both names in words."""
     dormant: dict[Key, Dormant] = field(default_factory=dict)
     """Ops of either side (clamps, `where`, `max`) that took one side only in every evaluation."""
     chance: float = 0.0
@@ -137,6 +140,7 @@ def _align(pair: Pair, progress: Progress | None, layers: Layers, seed: int, sca
     _assign(out, run_i, sums, partners, regions)
     _join_regions(out, run_t, run_i, join, partners, regions)
     tell_apart(flow_t, flow_i, partners)
+    _pair_by_place(pair, out, partners, run_t, run_i, join)
     out.dormant = find_dormant(run_t, run_i, (flow_t, flow_i), regions, partners)
     out.partners = {k: tuple(dict.fromkeys(v)) for k, v in partners.items() if v}
     reverse: dict[int, list[int]] = defaultdict(list)
@@ -243,6 +247,30 @@ def _join_regions(
         held = sorted(i for x in found for i in held_by[region][x])
         parts = {i for i in held if not join.inside(val.id, run_i.values[i].id)}
         partners[t] += [i for i in held if i not in parts or not _computed_from(out.inference, i, set(held) - {i})]
+
+
+def _pair_by_place(
+    pair: Pair, out: Alignment, partners: dict[int, list[int]], run_t: run_training.Run, run_i: run_inference.Run, join: Join
+) -> None:
+    """GEMMs that no name pairs, by what they read."""
+    alive: list[torch.Tensor] = []  # an identity is an address: it must stay taken
+
+    def reads(mine: Op, other: Op) -> bool:
+        a, b = run_t.operands.get((mine.id, 0)), run_i.operands.get((other.id, 0))
+        if a is None or b is None:
+            return False
+        a = run_t.arithmetic.shards.operand(mine, 0, a)
+        alive.append(a)
+        join.key(_data_id(b), b)
+        return len(join.key(_data_id(a), a)) > 0 and join.inside(_data_id(a), _data_id(b))
+
+    names = (
+        {i.name for i in pair.capture_t.inputs if i.kind in ("parameter", "buffer")},
+        {s.checkpoint for p in pair.capture_i.parameters for s in p.segments},
+    )
+    for t, (i, words) in other_weights(out.training, out.inference, partners, names, reads).items():
+        partners[t].append(i)
+        out.other_weight[t] = words
 
 
 def _computed_from(flow: Dataflow, op: int, goal: set[int]) -> bool:

@@ -32,6 +32,8 @@ def compare_anchors(pair: Pair, al: Alignment) -> list[Difference]:
     for op in al.training.ops:
         if op.kind != "anchor":
             continue
+        if (words := al.other_weight.get(op.id)) is not None:
+            found.append(Difference(op.id, "weight", words))
         for i in al.partners.get(op.id, ())[:1]:
             other = al.inference.ops[i]
             if (op.target == "attention" or op.detail.get("parameters")) and (

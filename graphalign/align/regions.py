@@ -123,11 +123,12 @@ def cut(flow: Dataflow, engine: Dataflow | None = None) -> Regions:
 
     Args:
         flow: the training graph.
-        engine: the inference graph; if it has the last GEMM too, its tail was captured and is compared like any other region.
+        engine: the inference graph; if it ends in log-probabilities or has the last GEMM too, its tail was captured and is compared
+            like any other region.
     """
     sums = residual_sums(flow)
     tail = tail_ops(flow)
-    if engine is not None and _has_last_gemm(flow, tail, engine):
+    if engine is not None and (any(op.target == "logprobs" for op in engine.ops) or _has_last_gemm(flow, tail, engine)):
         tail = frozenset()
     parent = {op.id: op.id for op in flow.ops if op.kind == "op"}
 

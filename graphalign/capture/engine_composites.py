@@ -44,8 +44,8 @@ class LayerTensors:
     They are drawn for the names and shapes that Transformers' model has; what it stores otherwise (experts one by one) is taken apart.
     """
 
-    def __init__(self, directory: str) -> None:
-        self.directory = directory
+    def __init__(self, directory: str, trust: bool = False) -> None:
+        self.directory, self.trust = directory, trust
         self.model: Any = None
 
     def __call__(self, layer: int) -> tuple[list[tuple[str, tuple[int, ...]]], list[tuple[str, Any]]]:
@@ -54,10 +54,11 @@ class LayerTensors:
         import transformers
 
         if self.model is None:
-            config = transformers.AutoConfig.from_pretrained(self.directory, trust_remote_code=False)
+            config = transformers.AutoConfig.from_pretrained(self.directory, trust_remote_code=self.trust)
             cls = getattr(transformers, (getattr(config, "architectures", None) or [""])[0], None)
             with torch.device("meta"):
-                self.model = cls._from_config(config) if cls is not None else transformers.AutoModelForCausalLM.from_config(config)
+                auto = transformers.AutoModelForCausalLM
+                self.model = cls._from_config(config) if cls is not None else auto.from_config(config, trust_remote_code=self.trust)
         shapes = {n: tuple(t.shape) for n, t in self.model.state_dict().items() if (m := _LAYER.search(n)) and int(m.group(1)) == layer}
         if sum(math.prod(s) for s in shapes.values()) > drawn.MOST:
             raise ValueError(f"layer {layer} has more than {drawn.MOST} parameters")

@@ -22,6 +22,7 @@ import functools
 import glob
 import gzip
 import hashlib
+import importlib
 import json
 import math
 import os
@@ -45,6 +46,12 @@ PROBE_BASE = 7000
 """Distinct probe values per pass; a second pass tells more than that many tensors apart."""
 
 
+def beside(name: str) -> Any:
+    """A module that lies beside this file: this file's folder is the process's, or graphalign's package is stood in for."""
+    package = "graphalign.capture." if __name__.startswith("graphalign.") else ""
+    return importlib.import_module(package + name)
+
+
 def say(**message: Any) -> None:
     """Report progress or failure to the parent, one line."""
     print("@graphalign " + json.dumps(message), flush=True)
@@ -53,9 +60,11 @@ def say(**message: Any) -> None:
 class Refused(Exception):
     """A failure with a message for the user."""
 
-    def __init__(self, what: str, where: str = "", hint: str = "") -> None:
+    def __init__(self, what: str, where: str = "", hint: str = "", *, usage: bool = False) -> None:
         super().__init__(what)
         self.what, self.where, self.hint = what, where, hint
+        self.usage = usage
+        """Whether the user's input is at fault, not the engine."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -895,15 +904,16 @@ def checkpoint_tensors(directory: str) -> dict[str, tuple[str, tuple[int, ...]]]
     return found
 
 
-def meta_tensors(directory: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+def meta_tensors(directory: str, trust: bool = False) -> dict[str, tuple[str, tuple[int, ...]]]:
     """What a checkpoint of this config would hold, from a Transformers model on the meta device."""
     import torch
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=trust)
     cls = getattr(transformers, (getattr(config, "architectures", None) or [""])[0], None)
     with torch.device("meta"):
-        model = cls._from_config(config) if cls is not None else transformers.AutoModelForCausalLM.from_config(config)
+        auto = transformers.AutoModelForCausalLM
+        model = cls._from_config(config) if cls is not None else auto.from_config(config, trust_remote_code=trust)
     state = model.state_dict()
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     state = {k: v for k, v in state.items() if k not in tied}
@@ -1212,9 +1222,9 @@ def register_loader(world: World, recorder: Recorder, request: dict[str, Any]) -
             inner = copy.copy(load_config)
             inner.load_format = "dummy" if request["weights"] == "dummy" else "auto"
             self.inner = get_model_loader(inner)
-            if layers is not None and hasattr(self.inner, "get_all_weights"):
-                every = self.inner.get_all_weights
-                self.inner.get_all_weights = lambda *a, **k: ((n, t) for n, t in every(*a, **k) if within(n, layers))
+            if request["weights"] != "dummy" and hasattr(self.inner, "get_all_weights"):
+                every, numbers = self.inner.get_all_weights, beside("engine_numbers")
+                self.inner.get_all_weights = lambda *a, **k: numbers.checked((x for x in every(*a, **k) if within(x[0], layers)), Refused)
                 # vLLM checks that every parameter was loaded only when it isn't told otherwise; fewer layers load fewer.
 
         def download_model(self, model_config: Any) -> None:
@@ -1232,7 +1242,7 @@ def register_loader(world: World, recorder: Recorder, request: dict[str, Any]) -
             self.inner.load_weights(model, model_config)
 
         def load_model(self, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
-            self.graphalign_config = vllm_config
+            self.graphalign_config, request["configured"] = vllm_config, True
             model = super().load_model(vllm_config, *args, **kwargs)
             world.index(model)
             say(stage="compile", fraction=0.4)
@@ -1241,18 +1251,22 @@ def register_loader(world: World, recorder: Recorder, request: dict[str, Any]) -
 
 def copy_composites(request: dict[str, Any], model: Any, config: Any, model_config: Any) -> None:
     """Copy the owners of composite ops with drawn weights, before the checkpoint's are loaded; see `engine_composites`."""
-    import engine_composites  # type: ignore[import-not-found]  # the process runs in this file's folder
-
+    engine_composites = beside("engine_composites")
     request["composites"] = found = engine_composites.Composites()
     if getattr(model_config, "quantization", None) is None:
-        found.prepare(model, config, engine_composites.LayerTensors(request["model"]))
+        found.prepare(model, config, engine_composites.LayerTensors(request["model"], trusted(request)))
+
+
+def trusted(request: dict[str, Any]) -> bool:
+    """Whether code that comes with the model may be run."""
+    return request["engine_args"].get("trust_remote_code") is True
 
 
 def find_segments(world: World, model: Any, request: dict[str, Any], quantised: Any, at_end: Any = None) -> None:
     """Fill `world.parameters[…]["segments"]`, by a probe or, failing that, by names. `at_end`: see `Probe`."""
     tensors: dict[str, Any] = {}
     try:
-        tensors = checkpoint_tensors(request["model"]) or meta_tensors(request["model"])
+        tensors = checkpoint_tensors(request["model"]) or meta_tensors(request["model"], trusted(request))
         tensors = {n: t for n, t in tensors.items() if within(n, request.get("layers"))}
         if quantised:
             raise RuntimeError(f"weights are quantised ({quantised})")
@@ -1537,6 +1551,7 @@ def read_model(request: dict[str, Any], config: Any) -> dict[str, Any]:
         "dtype": dtype_name(config.model_config.dtype),
         "weights": request["weights"],
         "vocab_size": getattr(hf, "vocab_size", None),
+        **({"own_dtype": request["own_dtype"]} if request.get("own_dtype") else {}),
     }
 
 
@@ -1554,7 +1569,7 @@ def layer_overrides(directory: str, layers: int) -> dict[str, Any]:
         if not isinstance(total, int):
             return {}
         if layers > total:
-            raise Refused(f"the model has {total} layers, not {layers}", directory, "ask for fewer layers")
+            raise Refused(f"the model has {total} layers, not {layers}", directory, "ask for fewer layers", usage=True)
         return {"num_hidden_layers": layers} | {k: v[:layers] for k, v in part.items() if isinstance(v, list) and len(v) == total}
 
     out = cut(config)
@@ -1591,18 +1606,17 @@ def start_engine(request: dict[str, Any]) -> Any:
     from vllm import LLM
 
     inductor.force_disable_caches = True
-    arguments = {
-        "dtype": "bfloat16", "skip_tokenizer_init": True, "max_num_seqs": 8, "max_num_batched_tokens": 512,
-        "enable_prefix_caching": False, "seed": 0, **request["engine_args"], "model": request["model"], "load_format": "graphalign",
-    }  # fmt: skip
-    with open(os.path.join(request["model"], "config.json"), "rb") as f:
-        config = json.load(f)
-    limit = config.get("max_position_embeddings") or (config.get("text_config") or {}).get("max_position_embeddings") or 512
-    arguments.setdefault("max_model_len", min(512, limit) if isinstance(limit, int) else 512)
-    arguments["max_num_batched_tokens"] = max(arguments["max_num_batched_tokens"], 16)
-    if request.get("layers") is not None:
-        arguments["hf_overrides"] = {**layer_overrides(request["model"], request["layers"]), **(arguments.get("hf_overrides") or {})}
-    return LLM(**arguments)
+    checks, given = beside("engine_arguments"), request["engine_args"]
+    if bad := checks.wrong_name(given):
+        raise Refused(*bad, usage=True)
+    try:
+        return LLM(**checks.complete(request, given, layer_overrides))
+    except Exception as e:
+        # once the model is built, its config is not what failed
+        make = functools.partial(checks.make_config, lambda some: checks.complete(request, some, layer_overrides))
+        if not request.get("configured") and (bad := checks.at_fault(e, given, make)):
+            raise Refused(*bad, usage=True) from None
+        raise
 
 
 def engine_config(llm: Any) -> Any:
@@ -1838,6 +1852,15 @@ def record_values(llm: Any, world: World, graphs: list[dict[str, Any]], request:
     write_tensors(request["values"]["out"], recorder.tensors, meta)
 
 
+def require_numbers(llm: Any, world: World, recorder: Recorder, request: dict[str, Any], config: Any) -> None:
+    """Refuse an engine whose logits of a prompt are no numbers; see `engine_numbers`."""
+    tokens, bad, numbers = (request.get("values") or {}).get("tokens"), None, beside("engine_numbers")
+    with recorder.guard("whether the engine's logits are numbers"):
+        bad = numbers.look(llm, world.model, recorder.graphs, tokens, config.model_config.max_model_len)
+    if bad is not None:
+        raise Refused(bad[0], bad[1], numbers.OVERFLOW)
+
+
 def write_tensors(path: str, tensors: dict[str, Any], meta: dict[str, str]) -> None:
     """The safetensors format: header length, JSON header, raw little-endian content."""
     import torch
@@ -1900,10 +1923,12 @@ def capture(request: dict[str, Any], then: Any = None) -> dict[str, Any]:
             composites = found.record(llm, world, extern_ops(recorder.graphs))
     if request.get("values"):
         record_values(llm, world, recorder.graphs, request)
+    if request["weights"] == "real":
+        require_numbers(llm, world, recorder, request, config)
     if then is not None:
         then(llm, request)
     timings["total"] = time.perf_counter() - started
-    header |= {"notes": world.notes + recorder.notes, "timings": {k: round(v, 3) for k, v in timings.items()}}
+    header |= {"notes": [*request.get("notes", ()), *world.notes, *recorder.notes], "timings": {k: round(v, 3) for k, v in timings.items()}}
     return {
         "format": "graphalign.inference",
         "version": 1,
@@ -1936,7 +1961,7 @@ def main(path: str, then: Any = None) -> int:
         write(request["out"], data)
         say(stage="write", fraction=1.0)
     except Refused as e:
-        say(error=e.what, where=e.where, hint=e.hint)
+        say(error=e.what, where=e.where, hint=e.hint, usage=e.usage)
         return 3
     except BaseException as e:
         traceback.print_exc()

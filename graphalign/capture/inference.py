@@ -16,7 +16,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any, Literal
 
+from graphalign.engines.dtypes import refuse_other_dtype
 from graphalign.engines.gpu.targets import CPU, find_target
+from graphalign.engines.model_folder import own_dtype, read_config, require_trust, use_weights
 from graphalign.engines.quantised import refuse_quantised
 from graphalign.errors import BadInputError, CaptureFailedError, CaptureFileError
 from graphalign.ir.files import read_json, write_bytes
@@ -28,7 +30,7 @@ ROLLOUT_SCRIPT = SCRIPT.with_name("rollout_script.py")
 GPU_SCRIPT = Path(__file__).parents[1] / "engines" / "gpu" / "script.py"
 """Stands in for the engine on a GPU that isn't here."""
 ENGINE_LOG = "graphalign-engine.log"
-"""The engine's log, kept beside where the capture was to be written, if it failed."""
+"""The engine's log, kept if it failed."""
 MOST_CAUSES = 3
 _PREFIX = re.compile(r"^(?:\((?:\w|[ =:])+\)\s*)?(?:(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\]\s*)?")
 """What vLLM puts before a line: the process, the level, time and place."""
@@ -55,6 +57,8 @@ def capture_inference(
     rollouts: Mapping[str, Any] | None = None,
     target: str = CPU,
     entry: Literal["llm", "server"] = "llm",
+    logs: str | os.PathLike[str] | None = None,
+    trust_remote_code: bool = False,
 ) -> InferenceGraph:
     """Start vLLM on a model, write what it compiled to `out`, and return it.
 
@@ -73,15 +77,18 @@ def capture_inference(
         rollouts: what `capture.rollouts.generate` asks for: also generate on the engine that was captured.
         target: "cpu", or the name of a GPU (`engines.gpu.targets`) that vLLM lowers the model for without having it.
         entry: for a GPU, whose defaults apply: those of the `LLM` class or of the server.
+        logs: folder in which the engine's log is kept if it fails; that of `out` if None.
+        trust_remote_code: let the engine run code that lies in `model_dir`.
 
     Raises:
-        BadInputError: `model_dir`, `python` or `out` cannot be used, or the model is quantised.
-        CaptureFailedError: the engine refused the model, died, or did not finish in time.
+        BadInputError: `model_dir`, `python` or `out` cannot be used, the model is quantised, or its checkpoint holds NaN.
+        CaptureFailedError: the engine refused the model, died, did not finish in time, or its logits are no numbers.
     """
     model = Path(model_dir)
-    if not (model / "config.json").is_file():
-        raise BadInputError(f"{model} holds no config.json", where=str(model), hint="give the directory of a model")
+    raw = read_config(model)
     refuse_quantised(model, engine_args)
+    require_trust(model, raw, trust_remote_code or (engine_args or {}).get("trust_remote_code") is True)
+    note = refuse_other_dtype(model, engine_args or {})
     gpu = find_target(target)
     _check_ranks(engine_args or {}, gpu is not None)
     if gpu is not None and (values or rollouts or weights == "real"):
@@ -89,11 +96,7 @@ def capture_inference(
         raise BadInputError(f"{what} cannot be had on a simulated {target}", where="--target", hint="use --target cpu, or leave them out")
     if gpu is not None:
         weights = "dummy"
-    if weights is None:
-        weights = "real" if has_weights(model) else "dummy"
-    elif weights == "real" and not has_weights(model):
-        hint = "capture with dummy weights, or download the checkpoint"
-        raise BadInputError(f"{model} holds no weight files", where=str(model), hint=hint)
+    weights = "real" if use_weights(model, weights) else "dummy"
     if layers is not None and layers < 1:
         raise BadInputError(f"cannot capture {layers} layers", hint="give a number of layers of at least 1")
     destination = Path(out)
@@ -107,7 +110,9 @@ def capture_inference(
             "out": str(written),
             "layers": layers,
             "weights": weights,
-            "engine_args": dict(engine_args or {}),
+            "engine_args": {**({"trust_remote_code": True} if trust_remote_code else {}), **(engine_args or {})},
+            "notes": [note] if note else [],
+            "own_dtype": own_dtype(model) if note else "",
             "values": {**values, "tokens": list(values["tokens"]), "out": str(values["out"])} if values else None,
             "rollouts": {**rollouts, "out": str(rollouts["out"])} if rollouts else None,
             "keep_kernels": str(Path(keep_kernels).resolve()) if keep_kernels is not None else None,
@@ -121,9 +126,13 @@ def capture_inference(
                 _run(engine, script, work / "request.json", log, timeout, progress)
                 graph = _read(written, log)
             except CaptureFailedError as e:
-                raise _with_log(e, log, destination.parent) from None
+                raise _with_log(e, log, Path(logs) if logs is not None else destination.parent) from None
         write_bytes(destination, written.read_bytes())
     return graph
+
+
+class _Refused(CaptureFailedError):
+    """The script's own refusal: its words are the cause, whatever else the log shows."""
 
 
 def _read(written: Path, log: IO[str]) -> InferenceGraph:
@@ -138,7 +147,7 @@ def _with_log(error: CaptureFailedError, log: IO[str], folder: Path) -> CaptureF
     log.flush()
     log.seek(0)
     text = log.read()
-    causes = [line for line in causes_in(text) if line not in error.what]
+    causes = [] if isinstance(error, _Refused) else [line for line in causes_in(text) if line not in error.what]
     where = "\n".join([*(f"cause: {line}" for line in causes), *error.where.splitlines()])
     hint = error.hint
     if missing := re.search(r"No module named '([\w.]+)'", "\n".join(causes)):
@@ -171,11 +180,6 @@ def _check_ranks(engine_args: Mapping[str, Any], simulated: bool) -> None:
             where=f"--target cpu, tensor_parallel_size={ranks}",
             hint="simulate a GPU (--target h100; `graphalign targets` lists them), or leave the size out",
         )
-
-
-def has_weights(model: Path) -> bool:
-    """Are there weight files in a model directory?"""
-    return any(any(model.glob(p)) for p in ("*.safetensors", "*.bin", "*.pt", "*.gguf"))
 
 
 def interpreter(python: str | os.PathLike[str] | None) -> str:
@@ -261,7 +265,10 @@ def _explain(code: int, failure: dict[str, Any], interpreter: str, log: IO[str])
     if failure:
         first = str(failure["error"]).strip().splitlines()[0]
         where = str(failure.get("where") or "")
-        raise CaptureFailedError(
+        if failure.get("usage") is True:
+            raise BadInputError(first, where=where, hint=str(failure.get("hint") or ""))
+        kind = _Refused if "usage" in failure else CaptureFailedError
+        raise kind(
             f"the engine could not be captured: {first}",
             where=tail if where in ("", "vLLM") else where,
             hint=str(failure.get("hint") or "") or "check that this vLLM supports the model; engine arguments can be passed on",

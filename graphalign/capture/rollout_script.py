@@ -5,6 +5,7 @@ Like that file it needs only the standard library, torch and vLLM.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -46,7 +47,7 @@ def sampled(output: Any) -> tuple[list[int], list[float], str]:
     for i, token in enumerate(tokens):
         if token not in table[i]:
             raise engine.Refused(f"the engine reports no log-probability for the token it sampled (token {i} is {token})")
-        values.append(float(table[i][token].logprob))
+        values.append(number(float(table[i][token].logprob), i, len(output.prompt_token_ids or ())))
     return tokens, values, str(completion.finish_reason)
 
 
@@ -55,7 +56,18 @@ def scored(output: Any, prompt: int, tokens: list[int]) -> list[float]:
     table = output.prompt_logprobs
     if table is None or len(table) != prompt + len(tokens):
         raise engine.Refused("the engine returned no prompt log-probabilities", hint="report the vLLM version")
-    return [float(table[prompt + i][t].logprob) for i, t in enumerate(tokens)]
+    return [number(float(table[prompt + i][t].logprob), i, prompt) for i, t in enumerate(tokens)]
+
+
+def number(x: float, token: int, prompt: int) -> float:
+    """A log-probability, refused if it is NaN or infinite."""
+    if math.isfinite(x):
+        return x
+    raise engine.Refused(
+        f"the engine's log-probability of a token is {x}",
+        where=f"token {token} of the response to a prompt of {prompt} tokens",
+        hint=engine.beside("engine_numbers").OVERFLOW,
+    )
 
 
 def roll(llm: Any, request: dict[str, Any]) -> None:

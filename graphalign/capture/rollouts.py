@@ -11,8 +11,9 @@ from pydantic import BaseModel, ConfigDict, model_validator
 
 from graphalign.capture.inference import Progress, capture_inference
 from graphalign.errors import GapInputError
-from graphalign.ir.files import read_json, work_folder
+from graphalign.ir.files import read_json
 from graphalign.ir.inference import InferenceGraph
+from graphalign.ir.work import work_folder
 
 RAW = "raw_logprobs"
 """vLLM's `logprobs_mode` that the gap is defined for: before temperature, penalties, top-k and top-p."""

@@ -17,9 +17,11 @@ from torch import nn
 
 from graphalign.capture.adapted import no_compiled_kernels, refuse_compiled, without_adapters
 from graphalign.capture.attention import OP, composite_attention, one_sequence
+from graphalign.capture.finite import refuse_broken, require_numbers
 from graphalign.capture.recorder import Recorder, Watch, anchor_scope, record
 from graphalign.capture.shorter import alike
 from graphalign.capture.visible import probe_length, record_masks
+from graphalign.engines.model_folder import code_left_out, has_weights
 from graphalign.engines.trainer import build_trainer, parse_dtype
 from graphalign.errors import BadInputError, CaptureFailedError, GraphalignError
 from graphalign.ir.asked import questions
@@ -64,11 +66,11 @@ def capture_training(
         then: called with the module after it was recorded.
 
     Raises:
-        BadInputError: a wrong option, folder, config or factory; a quantised or compiled model.
-        CaptureFailedError: the model could not be built, or its forward failed.
+        BadInputError: a wrong option, folder, config or factory; a quantised or compiled model; NaN in its weights.
+        CaptureFailedError: the model could not be built, its forward failed, or its logits are no numbers.
     """
     say = progress or (lambda line: None)
-    started = time.perf_counter()
+    started, left = time.perf_counter(), ""
     if autocast is not None:
         parse_dtype(autocast)
     if tokens < 2:
@@ -83,6 +85,9 @@ def capture_training(
         say(f"building {Path(model).name}")
         module = build_trainer(model, layers, dtype, attention, weights, trust_remote_code=trust_remote_code)
         name = Path(model).resolve().name
+        if weights != "dummy" and has_weights(Path(model)):  # random ones of a large model are not to be read through
+            refuse_broken(module)
+        left = "" if trust_remote_code else code_left_out(Path(model))
     else:
         raise BadInputError("no model to capture", hint="give a model folder, a module, or factory=package.module:function")
     built = time.perf_counter()
@@ -92,7 +97,7 @@ def capture_training(
         graph = record_forward(bare, tokens=tokens, autocast=autocast, grad=grad, name=name, logprobs=logprobs, reach=reach)
     header = graph.header
     timings = {"build": built - started, "record": time.perf_counter() - built}
-    notes = (said, *header.notes) if said else header.notes
+    notes = (*(note for note in (said, left) if note), *header.notes)
     if then is not None:
         then(module)
     return graph.model_copy(update={"header": header.model_copy(update={"timings": timings, "notes": notes})})
@@ -138,6 +143,8 @@ def record_forward(
     try:
         with one_sequence(), composite_attention(), torch.set_grad_enabled(grad), cast, record(module, inputs, watch) as recorder:
             output = logits_of(module(*args, **kwargs), module)
+            with recorder.paused():
+                require_numbers(output, module, lambda: module(*args, **kwargs))
             if function is not None:
                 output = _tail(recorder, function, output, inputs["input_ids"])
     except GraphalignError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import fnmatch
 import hashlib
 import importlib.metadata
@@ -17,6 +18,7 @@ from typing import Any
 
 import yaml
 
+from graphalign.engines.model_folder import read_config, require_kind
 from graphalign.errors import BadInputError
 
 PREFIX = "example:"
@@ -60,7 +62,7 @@ def resolve_model(name_or_path: str | os.PathLike[str], cache_dir: str | os.Path
     if path.exists():
         return _checked(path)
     if name.startswith((".", "/", "~")) or name.count("/") != 1 or not all(name.split("/")):
-        raise BadInputError(f"there is no model at {name}", where=name, hint=_ways())
+        raise BadInputError(f"there is no model at {name}", where=name, hint=_misspelt(name) + _ways())
     return _download(name, weights)
 
 
@@ -68,18 +70,14 @@ def _ways() -> str:
     return "give a directory with a config.json, a hub id (owner/name), or one of " + ", ".join(PREFIX + n for n in example_names())
 
 
+def _misspelt(name: str) -> str:
+    """The examples that a name may have meant, as a question; empty if it is like none."""
+    found = difflib.get_close_matches(name.lower().rpartition(":")[2].rpartition("/")[2], example_names(), n=3)
+    return f"did you mean {' or '.join(PREFIX + n for n in found)}?\n" if found else ""
+
+
 def _checked(path: Path) -> Path:
-    if not path.is_dir():
-        raise BadInputError(f"{path} is not a directory", where=str(path), hint=_ways())
-    config = path / "config.json"
-    if not config.is_file():
-        raise BadInputError(f"{path} holds no config.json", where=str(path), hint=_ways())
-    try:
-        parsed = json.loads(config.read_text())
-    except (ValueError, OSError) as e:
-        raise BadInputError(f"{config} cannot be read: {e}", where=str(config), hint="download the model again") from None
-    if not isinstance(parsed, dict):
-        raise BadInputError(f"{config} is not a model's config", where=str(config), hint="download the model again")
+    require_kind(path, read_config(path))
     return path.resolve()
 
 
@@ -88,14 +86,29 @@ def _download(name: str, weights: bool) -> Path:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise BadInputError(f"there is no model at {name}, and huggingface_hub is not installed to look for it", hint=_ways()) from None
-    patterns = ["*.json", "*.model", "*.txt", *(["*.safetensors"] if weights else [])]
+    patterns = ["*.json", "*.model", "*.txt", "*.py", *(["*.safetensors"] if weights else [])]
     try:
         return _checked(Path(snapshot_download(name, allow_patterns=patterns)))
     except BadInputError:
         raise
     except Exception as e:  # the hub's client raises its own, requests' and httpx' errors
-        why = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
-        raise BadInputError(f"there is no model at {name}, and it could not be had from the hub", where=why[:300], hint=_ways()) from None
+        raise _not_had(name, e) from None
+
+
+def _not_had(name: str, e: Exception) -> BadInputError:
+    """Why a model could not be had from the hub: it has no such model, does not give it to this user, or cannot be reached."""
+    lines = [line.strip() for line in str(e).splitlines() if line.strip()]
+    why = (lines[0] if lines else type(e).__name__).removeprefix("Got: ")[:300]
+    kinds = {c.__name__ for c in type(e).__mro__}
+    if kinds & {"GatedRepoError", "RepositoryNotFoundError"}:
+        what = f"there is no folder {name}, and the hub does not give a model of that name to you"
+        hint = "check the name; for a gated or private model accept its terms and log in (`hf auth login`)"
+    elif kinds & {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectionError", "ConnectError", "Timeout", "TimeoutException"}:
+        what = f"there is no folder {name}, and the hub cannot be reached to look for it"
+        hint = f"download the model where there is a network (`hf download {name}`), and give its folder"
+    else:
+        what, hint = f"there is no model at {name}, and it could not be had from the hub", _ways()
+    return BadInputError(what, where=why, hint=_misspelt(name) + hint)
 
 
 def _recipes() -> dict[str, Any]:
@@ -120,7 +133,8 @@ def _example(name: str, cache: Path) -> Path:
     if name in recipes.get("configs", {}):
         recipe = recipes["configs"][name]
         return _cached(name, recipe, cache, lambda folder: _config(recipe).save_pretrained(folder))
-    raise BadInputError(f"there is no example {name!r}", where=PREFIX + name, hint="the examples are " + ", ".join(example_names()))
+    hint = _misspelt(name) + "the examples are " + ", ".join(example_names())
+    raise BadInputError(f"there is no example {name!r}", where=PREFIX + name, hint=hint)
 
 
 def _cached(name: str, recipe: dict[str, Any], cache: Path, build: Callable[[Path], None]) -> Path:

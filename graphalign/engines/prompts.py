@@ -25,7 +25,7 @@ class Prompts:
     """What a reader must know: that there was no tokenizer."""
 
 
-def read_prompts(file: Path, model: Path, *, limit: int | None = None) -> Prompts:
+def read_prompts(file: Path, model: Path, *, limit: int | None = None, trust_remote_code: bool = False) -> Prompts:
     """Read a JSON-lines file, one prompt per line in one of `FORMS`, and tokenise it with the model's own tokenizer.
 
     A chat message goes through the model's chat template; without one its text is taken as it is. A model without a tokenizer (the
@@ -35,6 +35,7 @@ def read_prompts(file: Path, model: Path, *, limit: int | None = None) -> Prompt
         file: the prompts.
         model: the model's folder.
         limit: take only the first so many.
+        trust_remote_code: run code that lies in the folder, for its tokenizer.
 
     Raises:
         BadInputError: unreadable, no JSON, another form, or no prompts.
@@ -44,7 +45,7 @@ def read_prompts(file: Path, model: Path, *, limit: int | None = None) -> Prompt
     if not rows:
         raise BadInputError(f"{file} holds no prompts", where=str(file), hint=f"give one prompt per line: {FORMS}")
     vocabulary = vocabulary_size(model)
-    tokenizer = _tokenizer(model) if any("token_ids" not in r for r in rows) else None
+    tokenizer = _tokenizer(model, trust_remote_code) if any("token_ids" not in r for r in rows) else None
     ids = []
     for number, row in enumerate(rows, 1):
         found = tuple(row["token_ids"]) if "token_ids" in row else _tokenise(row, tokenizer, vocabulary)
@@ -105,7 +106,7 @@ def _well_formed(row: Any) -> bool:
     return isinstance(row.get("prompt"), str)
 
 
-def _tokenizer(model: Path) -> Any:
+def _tokenizer(model: Path, trust: bool) -> Any:
     """The model's tokenizer, or None if its folder has none."""
     if not any((model / f).is_file() for f in ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")):
         return None
@@ -115,7 +116,7 @@ def _tokenizer(model: Path) -> Any:
         from transformers import AutoTokenizer
 
         try:
-            return AutoTokenizer.from_pretrained(model, local_files_only=True)
+            return AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=trust)
         except Exception as e:  # whatever the tokenizer's library raises
             first = (str(e).strip().splitlines() or [type(e).__name__])[0][:300]
             raise BadInputError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 import warnings
@@ -15,10 +14,10 @@ import torch
 from torch import nn
 
 from graphalign.engines.flash import needs_stand_in, stand_in
+from graphalign.engines.model_folder import read_config, require_trust, use_weights
 from graphalign.engines.quantised import refuse_quantised
 from graphalign.errors import BadInputError, CaptureFailedError
 
-WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 DUMMY_SEED = 0
 SHARE_FROM = 4 << 30
 """Bytes of parameters above which dummy matrices share memory."""
@@ -54,10 +53,10 @@ def build_trainer(
     path, torch_dtype = Path(model_dir), parse_dtype(dtype)
     if weights not in (None, "checkpoint", "dummy"):
         raise BadInputError(f"unknown weights option {weights!r}", hint="give checkpoint or dummy")
-    found = path.is_dir() and any(next(path.glob(p), None) for p in WEIGHT_FILES)
-    if weights == "checkpoint" and not found:
-        raise BadInputError(f"no weights in {path}", where=str(path), hint="put *.safetensors there, or use dummy weights")
+    raw = read_config(path)
     refuse_quantised(path)
+    require_trust(path, raw, trust_remote_code)
+    found = use_weights(path, weights)
     with quiet():
         config = load_config(path, trust_remote_code=trust_remote_code)
         truncate(config, layers)
@@ -68,7 +67,7 @@ def build_trainer(
         options: dict[str, Any] = {"dtype": torch_dtype, "attn_implementation": built_with, "trust_remote_code": trust_remote_code}
 
         def build() -> Any:
-            if found and weights != "dummy":
+            if found:
                 return AutoModelForCausalLM.from_pretrained(path, config=config, local_files_only=True, **options)
             return _dummy_model(config, options)
 
@@ -91,25 +90,17 @@ def load_config(path: Path, *, trust_remote_code: bool = False) -> Any:
     """The folder's config object. Errors as in `build_trainer`."""
     from transformers import AutoConfig
 
-    file = path / "config.json"
-    if not path.is_dir() or not file.is_file():
-        what = f"{path} has no config.json" if path.is_dir() else f"{path} is not a folder"
-        raise BadInputError(what, where=str(path), hint="give a local model folder, as save_pretrained writes it")
-    try:
-        raw = json.loads(file.read_text())
-    except (OSError, ValueError) as e:
-        raise BadInputError(f"cannot read {file}: {e}", where=str(file)) from None
-    if "auto_map" in raw and not trust_remote_code and not raw.get("model_type"):
-        raise BadInputError(f"{path} brings its own modeling code", where=str(file), hint="allow it with trust_remote_code if you trust it")
+    raw = read_config(path)
+    require_trust(path, raw, trust_remote_code)
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
     except Exception as e:
         from transformers import __version__
 
-        kind = raw.get("model_type", "none given") if isinstance(raw, dict) else "none given"
+        kind = raw.get("model_type", "none given")
         raise BadInputError(
             f"Transformers {__version__} cannot use this config (model_type: {kind}): {_first_line(e)}",
-            where=str(file),
+            where=str(path / "config.json"),
             hint="use a Transformers version that knows the architecture, or give the model with factory=package.module:function",
         ) from None
 

@@ -81,6 +81,8 @@ COPIES = frozenset(
 )
 """Ops that copy elements, perhaps casting, moving or negating them."""
 TRANSPARENT = VIEWS | COPIES
+UNMOVED = VIEWS | frozenset(["_to_copy", "clone", "contiguous", "to", "lift_fresh", "lift_fresh_copy", "alias_copy", "view_copy"])
+"""Of these, the ones that leave every element as it is and give none the place of another: a matrix is the same matrix behind them."""
 REDUCTIONS = frozenset(
     [
         "sum",

@@ -160,6 +160,7 @@ class Run:
 
     def _source(self, name: str) -> Storage | Lazy:
         """What a load of `name` reads."""
+        name = self.tracer.copies.get((self.g, name), name)
         i = self.inputs.get(name)
         if i is None:
             return self._storage(self._root(name)[0])
@@ -345,6 +346,8 @@ class Run:
     # -- loops ----------------------------------------------------------------------------------------------------------
 
     def _loop(self, node: Node) -> None:
+        if any((self.g, b) in self.tracer.copies for b in node.outputs):
+            return
         body = self.capture.bodies[node.body or ""]
         binding = {f"b{i}": b for i, b in enumerate(node.buffers)}
         inputs = []

@@ -8,7 +8,7 @@ table in FP32 too.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -109,6 +109,12 @@ class Run:
         if (factor := self.arithmetic.factors.get(name)) is not None:
             return self._remember(("scaled", val.id, factor), lambda: val.data * factor)
         return val
+
+    def _logits(self, head: int) -> Val:
+        """What the last GEMM gives before its kernel rounds: code behind the model can have the logits in FP32."""
+        op = replace(self.tracer.ops[head], dtype="float32")
+        node = self.capture.nodes[op.detail["node"]]
+        return self._anchor(op, tuple(node.outputs[0].shape) if node.outputs and node.outputs[0] else (), node)
 
     def _own(self, op: Op, val: Val) -> Val:
         """An anchor's output, as far as the engine's rank computes it; heads come before the last dimension."""
@@ -230,7 +236,7 @@ class Run:
         op = self.tracer.op_of_node.get(n)
         first = self.capture.nodes[n].outputs[0] if op is not None else None
         if op is not None and first is not None and first.id == v:
-            return self.values[op]
+            return self.values[op] if op != self.tracer.head else self._logits(op)
         if n < 0 or op is not None or (v in self.constants and not self._cast_of_table(v)):
             return self.value(v)
         return self._transparent(v, n, self.unrounded, rounds=False)

@@ -15,6 +15,7 @@ from typing import Any
 
 from graphalign.errors import CaptureFileError, UnsupportedOpError
 from graphalign.evaluate import aten
+from graphalign.evaluate.copies import copied
 from graphalign.evaluate.externs import buffers_of, describe
 from graphalign.evaluate.identity import nearest_anchors
 from graphalign.evaluate.opaque import OpaqueOp
@@ -63,6 +64,8 @@ class Tracer:
     """What graphs hand on to later graphs, by name."""
     computed: dict[int, tuple[int, str]] = field(default_factory=dict)
     """Op index of a table that a kernel computes to (graph, node)."""
+    copies: dict[tuple[int, str], str] = field(default_factory=dict)
+    """(graph, buffer) that holds a parameter, copied without a change, to the graph input that is the parameter."""
     partial: Partial = field(default_factory=Partial)
     _occurrences: dict[tuple[Any, ...], int] = field(default_factory=dict)
 
@@ -93,6 +96,7 @@ class Tracer:
         self.register: dict[str, Operand] = {}
         self.memory: dict[str, Operand] = {}
         self.partial.buffers.clear()
+        self.g = g
         for kernel in graph.kernels:
             for node in kernel.nodes:
                 if node.kind == "loop":
@@ -156,6 +160,7 @@ class Tracer:
     def write(self, name: str, refs: Operand) -> None:
         """A store of edges into a buffer: rounded for readers of memory, kept as they are for registers."""
         self.partial.buffers.discard(name)
+        self.copies.pop((self.g, name), None)
         self.register[name] = self.register.get(name, ()) + refs
         buffer = self.buffers.get(name)
         dtype = (buffer.dtype if buffer else None) or "float32"
@@ -186,6 +191,9 @@ class Tracer:
             subresults[name] = last
         for item in body.ops:
             self._op(g, kernel, node, binding, env, subresults, "", item)
+        known = {b: i for (graph, b), i in self.copies.items() if graph == g}
+        if copy := copied(node, body, self.inputs, self.buffers, known):
+            self.copies[g, copy[0]] = copy[1]
 
     def _op(self, g: int, kernel: str, node: Node, binding: dict[str, str], env: dict[str, _Slot],
             subresults: dict[str, _Slot], prefix: str, item: tuple[Any, ...]) -> _Slot | None:  # fmt: skip
@@ -361,7 +369,7 @@ class Tracer:
         if isinstance(arg, dict) and "param" in arg:
             return self.parameters.get(arg["param"])
         for b in buffers_of(arg):
-            i = self.inputs.get(b)
+            i = self.inputs.get(self.copies.get((self.g, b), b))
             if i is not None and i.role == "parameter":
                 return self.parameters.get(i.source)
         return None

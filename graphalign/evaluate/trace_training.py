@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from graphalign.evaluate.aten import ATTENTIONS, FACTORIES, MATMULS, TRANSPARENT, base
+from graphalign.evaluate.aten import ATTENTIONS, FACTORIES, MATMULS, TRANSPARENT, UNMOVED, base
 from graphalign.evaluate.identity import nearest_anchors
 from graphalign.evaluate.parts import Made
 from graphalign.ir.args import references
@@ -37,6 +37,8 @@ class Tracer:
     table_of_value: dict[int, int] = field(default_factory=dict)
     """Value id of a constant that is read by the model's arithmetic to its op index."""
     dtype: dict[int, str] = field(default_factory=dict)
+    head: int | None = None
+    """Op index of the last GEMM."""
     _occurrences: dict[tuple[Any, ...], int] = field(default_factory=dict)
     _readers: dict[int, list[int]] | None = None
     _reads: dict[int, list[int]] = field(default_factory=dict)
@@ -247,20 +249,46 @@ class Tracer:
         else:
             activations, bias = values[:2], len(values) > 2
         operands = tuple(e for v in activations if v != weight and (e := self.edges(v)))
+        made: tuple[str, ...] = ()
         if weight is None or sole[weight] is None:
             key = ("opaque", *self._number((node.op, node.module)))
             target = node.op
+            made = next((m for v in reversed(values) if (m := self._made_of(v))), ())
         else:
             key, target = ("gemm", *self._number((sole[weight],))), "gemm"
         op = self.add(name=f"%{outs[0].id}", kind="anchor", target=target, operands=operands, dtype=outs[0].dtype, module=node.module,
-                      source=node.source, key=key, detail={"node": n, "bias": bias, "op": node.op})  # fmt: skip
+                      source=node.source, key=key, detail={"node": n, "bias": bias, "op": node.op, "made_of": made})  # fmt: skip
         self.op_of_node[n] = op.id
+        self.head = op.id if target == "gemm" else self.head
         self.refs[outs[0].id] = (Ref(op.id).rounded(outs[0].dtype),)
 
     def _sole_parameter(self, value: int) -> str | None:
+        """The parameter that a matrix is, as it is or rounded to BF16, as an engine has it that trains FP32 weights."""
         refs = self.refs.get(value, ())
         names = {self.ops[r.producer].target for r in refs if self.ops[r.producer].kind == "parameter"}
-        return names.pop() if len(names) == 1 and all(self.ops[r.producer].kind == "parameter" for r in refs) else None
+        if len(names) != 1 or any(self.ops[r.producer].kind != "parameter" for r in refs):
+            return None
+        own = {self.ops[r.producer].dtype for r in refs} | {"bfloat16"}
+        return names.pop() if all(own.issuperset(r.roundings) for r in refs) and self._unmoved(value) else None
+
+    def _unmoved(self, value: int) -> bool:
+        """Whether every element of a parameter still stands where it stood among the others."""
+        while (n := self.origin.get(value)) is not None:
+            node, read = self.capture.nodes[n], self.reads(n)
+            if (base(node.op) not in UNMOVED and not is_identity(base(node.op), node)) or len(read) != 1:
+                return False
+            value = read[0]
+        return True
+
+    def _made_of(self, value: int) -> tuple[str, ...]:
+        """The parameters that a matrix is computed from, if it is computed from nothing else but constants."""
+        above = {r.producer for r in self.refs.get(value, ())}
+        for op in reversed(self.ops[: max(above, default=-1) + 1]):
+            if op.id in above:
+                above.update(r.producer for operand in op.operands for r in operand)
+        ops = [self.ops[i] for i in above]
+        names = tuple(sorted(op.target for op in ops if op.kind == "parameter"))
+        return names if all(op.kind in ("op", "parameter", "table") for op in ops) else ()
 
     def _attention(self, n: int, node: Node, outs: list[Any]) -> None:
         qkv = list(references(node.args, "v"))[:QUERY_KEY_VALUE]

@@ -9,11 +9,8 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import shutil
 import tempfile
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -64,43 +61,6 @@ def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
         raise BadInputError(
             f"cannot write {path}: {e.strerror or e}", where=str(path), hint="give a folder you may write to, with room on its disk"
         ) from None
-
-
-WORK = ".graphalign-work"
-"""The one folder inside a user's folder whose content is ours to remove."""
-_MARK = "made by graphalign"
-
-
-@contextmanager
-def work_folder(parent: Path) -> Iterator[Path]:
-    """A folder for a job's intermediate files, on the same disk as `parent`; gone when the job is done.
-
-    It lies in `parent`/.graphalign-work, which holds a mark. What a job that was killed left there is removed, and nothing else: a folder
-    of that name without the mark is not ours.
-
-    Raises:
-        BadInputError: it cannot be made.
-    """
-    ours = parent / WORK
-    mark = ours / _MARK
-    try:
-        if not ours.exists():
-            ours.mkdir(parents=True)
-            mark.touch()
-        if mark.is_file():
-            for left in ours.glob("job-*"):
-                shutil.rmtree(left, ignore_errors=True)
-        work = Path(tempfile.mkdtemp(prefix="job-", dir=ours))
-    except OSError as e:
-        raise BadInputError(
-            f"cannot work in {parent}: {e.strerror or e}", where=str(ours), hint="give a folder you may write to, with room on its disk"
-        ) from None
-    try:
-        yield work
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-        if mark.is_file() and {p.name for p in ours.iterdir()} == {_MARK}:
-            shutil.rmtree(ours, ignore_errors=True)
 
 
 @paused()

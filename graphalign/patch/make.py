@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from graphalign.errors import BadInputError
+from graphalign.evaluate.aten import MATMULS
 from graphalign.evaluate.parts import key_name
 from graphalign.ir.paths import unit_of
 from graphalign.patch.spec import Edit, Group, Key, PatchSpec, Skipped, parse_layers
@@ -63,7 +64,7 @@ def make_spec(
                 edits.append(edit)
         if edits:
             groups.append(Group(name=g.name, edits=tuple(edits)))
-    model = {k: report.model[k] for k in ("architecture", "config_digest", "layers") if k in report.model}
+    model = {k: report.model[k] for k in ("architecture", "config_digest", "layers", "own_dtype") if k in report.model}
     return PatchSpec(
         simulated=report.simulated,
         target=report.target,
@@ -111,6 +112,7 @@ def _edit(site: Site, wanted: set[int] | None) -> Edit | None:
         operand=site.consumer.operand or 0,
         layers=ranges(layers),
         producer_layers=ranges(producers),
+        site=site.id,
     )
 
 
@@ -123,6 +125,8 @@ def key_of(end: End) -> Key:
 
 def _unsupported(site: Site) -> str:
     if site.reaches and set(site.reaches) == {TAIL}:
+        if key_name(site.producer.op) in {*MATMULS, "gemm"}:
+            return "the engine's last GEMM gives logits that are not rounded: let the trainer compute its head in FP32, as the engine does"
         return "it lies behind the last GEMM: let the trainer take log-probabilities as the engine does, FP32 log_softmax of its logits"
     for end in (site.producer, site.consumer):
         if not end.function and end.op not in ("parameter", "table"):

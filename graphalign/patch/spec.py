@@ -62,6 +62,8 @@ class Edit(Frozen):
     """Layers of the consumer, `0-5, 7`; empty if it is outside the layers."""
     producer_layers: str
     """Layers of the producer, one for each of `layers`."""
+    site: str = ""
+    """Id of the site in `sites.json`, `rope.1`; empty in files from before 0.2."""
 
     @field_validator("layers", "producer_layers")
     @classmethod
@@ -106,7 +108,7 @@ class PatchSpec(Frozen):
     versions: dict[str, str]
     compile: dict[str, Any] = Field(default_factory=dict)
     model: dict[str, Any]
-    """architecture, config_digest, layers."""
+    """architecture, config_digest, layers; own_dtype if the model is made for another dtype than BF16."""
     sources: dict[str, str]
     """SHA-256 of every modeling file, by relative path."""
     captures: dict[str, str] = Field(default_factory=dict)
@@ -145,7 +147,11 @@ def dump(spec: PatchSpec) -> str:
     data = json.loads(spec.model_dump_json())
     if not spec.partial:
         del data["partial"]
+    for edit in (e for g in data["groups"] for e in g["edits"] if not e["site"]):
+        del edit["site"]
     head = "".join(f"# PARTIAL: {said}\n" for said in spec.partial)
+    if own := spec.model.get("own_dtype"):
+        head += f"# the model's own dtype is {own}; this patch is for an engine that runs it in bfloat16\n"
     return head + yaml.safe_dump(data, sort_keys=False, width=120, allow_unicode=True)
 
 

@@ -127,7 +127,7 @@ def _plots(r: GapReport, engine: Mapping[str, Arrays], training: Mapping[str, Ar
     titles = {v.name: v.title for v in r.variants}
     lines = [(titles[n], [e - t for e, t in zip(engine["sampled"], training[n], strict=True)]) for n in names]
     itself = ("the engine against itself", [a - b for a, b in zip(engine["sampled"], engine["prefill"], strict=True)])
-    parts = [plots.histogram(lines, "Difference per token, as sampled"), plots.by_position([*lines, itself], r)]
+    parts = [plots.histogram(lines, "Difference per token, as sampled"), plots.by_position([*lines, itself], units(r)[0])]
     prefill = [(titles[n], [e - t for e, t in zip(engine["prefill"], training[n], strict=True)]) for n in names]
     parts.append(plots.histogram(prefill, "Difference per token, in prefill"))
     if r.drift:

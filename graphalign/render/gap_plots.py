@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from graphalign.render.markup import Html, tag
 from graphalign.verify.gap.report import GapReport
 from graphalign.verify.gap.statistics import k3
-from graphalign.verify.gap.table import units
+from graphalign.verify.gap.table import Unit, units
 from graphalign.verify.gap.variants import STOCK
 
 COLOURS = ("#d55e00", "#0072b2", "#009e73", "#cc79a7")
@@ -75,11 +75,11 @@ def histogram(lines: Lines, title: str) -> Html:
     return picture(draw, f"{title}: histogram of the absolute difference per token for {', '.join(label for label, _ in lines)}")
 
 
-def by_position(lines: Lines, report: GapReport, bins: int = 12) -> Html:
-    """Mean k3 over the position in the response."""
+def by_position(lines: Lines, unit: Unit, bins: int = 12) -> Html:
+    """Mean k3 over the position in the response, in a unit."""
     longest = max(len(x) for _, d in lines for x in d)
     width = max(1, -(-longest // bins))
-    unit = 10.0 ** units(report)[0].exponent
+    nats = 10.0**unit.exponent
 
     def draw(axes: Any) -> None:
         for (label, d), colour, dash in zip(lines, COLOURS, DASHES, strict=False):
@@ -88,9 +88,9 @@ def by_position(lines: Lines, report: GapReport, bins: int = 12) -> Html:
                 part = [x[start : start + width] for x in d if len(x) > start]
                 if part:
                     xs.append(start + width / 2)
-                    ys.append(float(k3(np.concatenate(part)).mean()) / unit)
+                    ys.append(float(k3(np.concatenate(part)).mean()) / nats)
             axes.plot(xs, ys, label=label, color=colour, linestyle=dash, marker="o", markersize=3)
-        axes.set(xlabel="token of the response", ylabel=f"mean k3, {units(report)[0]} nats", title="Gap by position", ylim=(0, None))
+        axes.set(xlabel="token of the response", ylabel=f"mean k3, {unit} nats", title="Gap by position", ylim=(0, None))
         axes.legend(fontsize=9)
 
     return picture(draw, "mean k3 by position in the response")

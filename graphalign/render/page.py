@@ -13,6 +13,7 @@ from graphalign.render.frame import contents, document, navigation
 from graphalign.render.markup import Content, Html, table, tag, text
 from graphalign.render.page_diagrams import choose, diagrams_section, figure_id, figures, omitted, site_evidence
 from graphalign.render.page_sites import details_section, sites_section
+from graphalign.render.patch_source import SourceDiff, as_html
 from graphalign.render.textdiff import BUCKETS, TITLES, render_text
 from graphalign.render.words import action, backend, clean, headline, place
 from graphalign.sites.drawing import Panel
@@ -22,19 +23,21 @@ from graphalign.sites.table import ranges
 SCRIPT = Path(__file__).with_name("page.js")
 
 
-def render_page(report: Report, *, group: str = "", layer: int | None = None) -> str:
+def render_page(report: Report, *, group: str = "", layer: int | None = None, source: SourceDiff | None = None) -> str:
     """The page.
 
     Args:
         report: the result.
         group: draw only this group.
         layer: draw only the panels that this layer looks like.
+        source: the patch as source, shown beside the diagrams and the sites.
     """
     sections = [
         ("summary", "Summary", _summary(report)),
         ("table", "Sites", sites_section(report)),
-        ("diagrams", "Diagrams", diagrams_section(report, group, layer)),
-        ("source", "Source of both sides", details_section(report)),
+        ("diagrams", "Diagrams", diagrams_section(report, group, layer, source)),
+        ("source", "Source of both sides", details_section(report, source)),
+        *([("patch", f"The patch as source: {source.name}", as_html(source.hunks))] if source else []),
         ("others", "What is no site", _others(report, group, layer)),
         ("assumptions", "Assumptions and versions", _assumptions(report)),
         ("text", "As text", _as_text(report)),

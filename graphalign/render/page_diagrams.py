@@ -9,6 +9,7 @@ from graphalign.render.diagram import Sketch, sketch
 from graphalign.render.dot import DrawingError, NoGraphvizError, draw_svg, to_text
 from graphalign.render.labels import caption, subtitle
 from graphalign.render.markup import Content, Html, tag, text
+from graphalign.render.patch_source import SourceDiff, as_html
 from graphalign.render.sheets import Sheet, sheets
 from graphalign.render.words import action, clean, layer_words, place
 from graphalign.sites.drawing import Panel
@@ -17,7 +18,7 @@ from graphalign.sites.report import Report
 MISSING = "This sites file holds no diagram data; make it anew: graphalign diff INF TRAIN -o sites.json"
 
 
-def diagrams_section(report: Report, group: str, layer: int | None) -> Html:
+def diagrams_section(report: Report, group: str, layer: int | None, source: SourceDiff | None = None) -> Html:
     """The groups' panels in the kind of layer that most layers are; other kinds, and all groups together, behind a click."""
     drawing = report.drawing
     if drawing is None:
@@ -29,7 +30,7 @@ def diagrams_section(report: Report, group: str, layer: int | None) -> Html:
     parts: list[Content] = [_legend()]
     try:
         for panel in panels:
-            drawn = figures(report, panel, evidence)
+            drawn = [*figures(report, panel, evidence), *_in_source(report, panel, source)]
             if panel.differs or panel.layer is None or not panel.group:
                 kind = "All sites together, region by region: " if not panel.group else "Another kind: " if panel.differs else ""
                 parts.append(tag("details", [tag("summary", kind + _name(panel)), *drawn]))
@@ -44,6 +45,13 @@ def diagrams_section(report: Report, group: str, layer: int | None) -> Html:
         )
     parts.append(omitted(report, [p.group for p in panels]))
     return text([text(p) for p in parts])
+
+
+def _in_source(report: Report, panel: Panel, source: SourceDiff | None) -> list[Html]:
+    """What the patch as source changes for a panel's group."""
+    sites = [s.id for g in report.groups if g.name == panel.group for s in g.sites]
+    hunks = source.serving(sites) if source and panel.group else []
+    return [tag("details", [tag("summary", f"{panel.group} in the patched source"), as_html(hunks)], open=True)] if hunks else []
 
 
 def omitted(report: Report, groups: Iterable[str]) -> Html:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from graphalign.render.excerpt import Line, Sources
 from graphalign.render.markup import Content, Html, anchor, table, tag, text
+from graphalign.render.patch_source import SourceDiff
 from graphalign.render.words import clean, expression, formats, kernel_name, place
 from graphalign.sites.drawing import Excerpt
 from graphalign.sites.report import End, Report, Site
@@ -107,19 +108,19 @@ def _module(end: End) -> str:
     return clean(end.module, 200).removeprefix("model.layers.*.")
 
 
-def details_section(report: Report) -> Html:
+def details_section(report: Report, source: SourceDiff | None = None) -> Html:
     """One article per site: source lines left, kernel lines right."""
     sources = Sources(report.model.get("sources"))
     excerpts = {e.site: e for e in report.drawing.excerpts} if report.drawing else {}
     parts: list[Html] = []
     for group in report.groups:
-        articles = [_article(s, sources, excerpts.get(s.id)) for s in group.sites]
+        articles = [_article(s, sources, excerpts.get(s.id), source) for s in group.sites]
         title = f"{group.name}: {len(group.sites)} site{'s' if len(group.sites) != 1 else ''}"
         parts.append(tag("details", [tag("summary", tag("strong", title)), *articles]))
     return text(parts)
 
 
-def _article(s: Site, sources: Sources, excerpt: Excerpt | None) -> Html:
+def _article(s: Site, sources: Sources, excerpt: Excerpt | None, source: SourceDiff | None = None) -> Html:
     layers = ranges(s.layers)
     header = tag(
         "header",
@@ -144,7 +145,9 @@ def _article(s: Site, sources: Sources, excerpt: Excerpt | None) -> Html:
             _source(s.consumer, sources),
         ],
     )
-    return tag("article", [header, tag("div", [left, _engine(s, excerpt)], class_="sides")], id=anchor(s.id))
+    served = source.lines(s.id) if source else []
+    patched = tag("div", [tag("h4", "Patched"), tag("pre", "\n".join(served), tabindex="0")]) if served else None
+    return tag("article", [header, tag("div", [left, _engine(s, excerpt)], class_="sides"), patched], id=anchor(s.id))
 
 
 def _source(end: End, sources: Sources) -> Html:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from graphalign.render.patch_source import SourceDiff, as_text
 from graphalign.render.words import action, backend, clean, expression, formats, headline, layer_words, place, shorten
 from graphalign.sites.drawing import Excerpt
 from graphalign.sites.report import Entry, Report, Site
@@ -22,15 +23,15 @@ TITLES = {
 }
 
 
-def render_text(report: Report, *, group: str = "", layer: int | None = None) -> str:
+def render_text(report: Report, *, group: str = "", layer: int | None = None, source: SourceDiff | None = None) -> str:
     """The whole result, or one group, one kind of entry or one layer of it.
 
     Lines that start with `-` are the trainer's, with `+` the engine's, with `!` no site; `@@` begins a group.
     """
-    return "\n".join(line.rstrip() for line in _lines(report, group, layer)) + "\n"
+    return "\n".join(line.rstrip() for line in _lines(report, group, layer, source)) + "\n"
 
 
-def _lines(report: Report, group: str, layer: int | None) -> Iterator[str]:
+def _lines(report: Report, group: str, layer: int | None, source: SourceDiff | None) -> Iterator[str]:
     regime = ", ".join(
         f"{k} {v}" for k, v in report.regime.items() if isinstance(v, str | bool | int) and k in ("param_dtype", "autocast", "attention")
     )
@@ -48,6 +49,9 @@ def _lines(report: Report, group: str, layer: int | None) -> Iterator[str]:
         yield f"@@ {clean(g.name, 80)}: {len(sites)} sites, {sum(s.count for s in sites)} edges, {layer_words(g.layers)} @@"
         for s in sites:
             yield from _site(s, excerpts.get(s.id))
+        if source and (hunks := source.serving(s.id for s in sites)):
+            yield f" {clean(g.name, 80)} in {clean(source.name, 120)}"
+            yield from (clean(x, 300) for x in as_text(hunks))
     shown = (*BUCKETS, "assumed", "unexercised")
     for bucket in shown if not group else [b for b in shown if b == group]:
         entries = [e for e in getattr(report, bucket) if layer is None or not e.layers or layer in e.layers]

@@ -12,6 +12,7 @@ from torch._dynamo import eval_frame
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from graphalign.errors import PatchNotLiveError
+from graphalign.rewrite.checkpointing import checkpointed_inside
 from graphalign.rewrite.units import UnitEdit
 from graphalign.rewrite.wrapped import with_dora
 
@@ -153,6 +154,11 @@ def not_executed(
         raise PatchNotLiveError(
             what, where=f"{where}\nhooks that may have broken the graph: on {', '.join(hooked[:4])}",
             hint="remove the forward hooks inside the layer (hooks on the layer itself are fine)",
+        )  # fmt: skip
+    if nested := [n for n, _ in checkpointed_inside(unit)]:
+        raise PatchNotLiveError(
+            what, where=f"{where}\ngradient checkpointing of modules inside it, which breaks the graph: {', '.join(nested[:4])}",
+            hint=f"checkpoint the {cls.__name__} as a whole, and not what it holds (set their gradient_checkpointing to False)",
         )  # fmt: skip
     nearest = next((near[e.id] for e in left if near.get(e.id)), "") if traced else ""
     raise PatchNotLiveError(what, where=where + (f"\nnearest: {nearest}" if nearest else ""), hint=_cause(compiled, traced))

@@ -18,6 +18,7 @@ from graphalign.errors import PatchError, PatchNotLiveError
 from graphalign.rewrite.alive import Regime, not_executed, refuse_changed, refuse_dead, refuse_lost, refuse_rounded_input
 from graphalign.rewrite.beside import Path, put, split, substitute
 from graphalign.rewrite.capturing import without_idle_hooks
+from graphalign.rewrite.checkpointing import one_checkpoint
 from graphalign.rewrite.edit import ENTRY, rewrite
 from graphalign.rewrite.units import UnitEdit
 from graphalign.rewrite.wrapped import FULLGRAPH, reduce_ex
@@ -157,7 +158,7 @@ def patched_class(
         problems.clear()
         outer, _RUN.unit, _RUN.edits = (_RUN.unit, _RUN.edits), self, []
         try:
-            with without_idle_hooks(self):
+            with without_idle_hooks(self), one_checkpoint(self):
                 result = run(self, places, *args, **kwargs)
             executed = sorted(_RUN.edits)
         except torch._dynamo.exc.BackendCompilerFailed:

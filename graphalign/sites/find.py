@@ -145,6 +145,7 @@ class _Builder:
                 "engine_config_digest": header.model.get("config_digest"),
                 "weights": header.model.get("weights"),
                 "engine_class": header.model.get("engine_class"),
+                **({"own_dtype": header.model["own_dtype"]} if header.model.get("own_dtype") else {}),
             },
             compile=header.compile,
             simulated=header.simulated,

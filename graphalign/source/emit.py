@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -12,6 +12,7 @@ from torch import nn
 from graphalign.errors import PatchError
 from graphalign.ir.paths import layer_of
 from graphalign.source.guard import function_of, guard
+from graphalign.source.ids import MARK, short_ids
 from graphalign.source.plan import Change, Layers
 from graphalign.source.spans import Spans
 
@@ -63,6 +64,7 @@ class Emitter:
             edits += self._edit(span, change)
         for (function, inside), name in self.told.items():
             edits += self._tell(function, inside, name)
+        edits += self._comments(changes)
         for span, (layers, every) in self.guards.items():
             line, text = guard(self.spans, span, layers, every, lambda x, s=span: self._condition(s, x))  # type: ignore[misc]
             at = self._offset(line, 0)
@@ -99,6 +101,18 @@ class Emitter:
                 out.append(_Text(start, start, "(", (0, start - end)))
             at = end + 1 if inner else end
             out.append(_Text(at, at, (")" if wrap and not inner else "") + suffix, (1, end - start)))
+        return out
+
+    def _comments(self, changes: Mapping[int, Change]) -> list[_Text]:
+        """Behind every changed line the sites that it serves."""
+        served: dict[int, set[str]] = defaultdict(set)
+        for span, change in changes.items():
+            served[self.spans.nodes[span].end_lineno or 0] |= change.serves
+        out = []
+        for line, sites in served.items():
+            end = self.starts[line] - 1
+            if sites and self.source[end - 1 : end] != b"\\":
+                out.append(_Text(end, end, f"  {MARK}{short_ids(sites)}", (4, 0)))
         return out
 
     def _cast(self, call: ast.Call) -> int:

@@ -50,11 +50,14 @@ class Flow:
                 (self.onward if e.transparent else self.readers)[u].append((i, s))
                 if e.transparent:
                     self.graph.add_edges_from((u, v) for v in e.outs if v != u)
+        self.sites: dict[Read, str] = {}
+        """Reads that edits name, to the site."""
         self.unrounded, self.rounded = self._demands(spec)
         made = {r for read in self.unrounded for r in self.roots_of(self.operand(read))}
         self.wide = {i for i in made | {i for i, _ in self.unrounded} if self.low(self.ops[i].outs[0])}
         self.roots = self.wide | made
         self._widened: dict[int, set[int]] | None = None
+        self._served: dict[int, set[str]] = defaultdict(set)
 
     def _demands(self, spec: PatchSpec) -> tuple[set[Read], set[Read]]:
         at = {(e.module, e.function, e.op, e.ordinal): i for i, e in self.ops.items()}
@@ -74,7 +77,16 @@ class Flow:
                     if edit.operand >= len(self.ops[i].ins):
                         raise PatchError(f"{k.op}#{k.ordinal} of {k.function} has no operand {edit.operand}", where=f"{key[0]}: {k.text}")
                     (keep if edit.kind == "keep" else round_).add((i, edit.operand))
+                    self.sites[i, edit.operand] = edit.site
         return keep, round_
+
+    def served(self, op: int) -> set[str]:
+        """Sites for which an op computes in FP32: what it reads unrounded, and who reads its result so."""
+        if not self._served:
+            for read in self.unrounded:
+                for i in {read[0], *self.roots_of(self.operand(read))}:
+                    self._served[i].add(self.sites[read])
+        return self._served[op] - {""}
 
     def low(self, value: int) -> bool:
         """Whether a value is below FP32 in the stock model."""

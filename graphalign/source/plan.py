@@ -12,6 +12,8 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import networkx as nx
+
 from graphalign.errors import PatchError
 from graphalign.ir.paths import layer_of
 from graphalign.source.flow import Flow
@@ -38,6 +40,9 @@ class Change:
     """Modules: for a function that does not know its layer's number, and is told by its callers."""
     uncast_in: Layers | None = None
     serves: set[str] = field(default_factory=set)
+    """Ids of the sites that it is for."""
+    ops: set[int] = field(default_factory=set)
+    """Ops that compute in FP32, or whose result stays so, because of it."""
 
 
 class Planner:
@@ -46,6 +51,8 @@ class Planner:
     def __init__(self, flow: Flow, spans: Spans, knows_layer: Callable[[int], bool]) -> None:
         self.flow, self.spans, self.knows_layer = flow, spans, knows_layer
         self.changes: dict[int, Change] = defaultdict(Change)
+        self.lifted = nx.DiGraph()
+        """From an op to those that compute in FP32 because its result is FP32."""
         self.cut: set[int] = set()
         """Casts of the stock file that stay: events."""
         self.ends: dict[int, list[int]] = defaultdict(list)
@@ -64,6 +71,8 @@ class Planner:
         self._cuts()
         self._dtype_reads()
         self._round_edits()
+        for c in self.changes.values():
+            c.serves |= self._served(c.ops)
         return {k: c for k, c in self.changes.items() if c.up or c.down or c.uncast or c.literal}
 
     # -- casts of the stock file ------------------------------------------------------------------------------------------
@@ -80,8 +89,10 @@ class Planner:
             if not hot:
                 self.cut |= {i for i, _ in found}
                 continue
+            roots = {r for i, _ in found for r in self.flow.roots_of(self.flow.ops[i].ins[0])}
             self.changes[span].uncast = True
-            self.flow.add_roots({r for i, _ in found for r in self.flow.roots_of(self.flow.ops[i].ins[0])})
+            self.changes[span].ops |= roots
+            self.flow.add_roots(roots)
 
     # -- ops that compute in FP32 -----------------------------------------------------------------------------------------
 
@@ -97,6 +108,8 @@ class Planner:
             where = self._layers_apart([i, *(k for k in others if k in self.flow.wide)], narrow, i) if narrow else None
             arrives = [self._arrives_wide((i, s)) and self.flow.dims[u] > 0 for s, u in enumerate(e.ins)]
             if e.op in PROMOTES and any(arrives):
+                wide = (r for s, u in enumerate(e.ins) if arrives[s] for r in self.flow.roots_of(u) if r in self.flow.roots)
+                self.lifted.add_edges_from((r, i) for r in wide)
                 continue
             low = [s for s, u in enumerate(e.ins) if self.flow.low(u) and not arrives[s]]
             for s in low[:1] if e.op in PROMOTES else low:
@@ -110,7 +123,7 @@ class Planner:
                 c.up = True
                 if where is not None:
                     c.up_in = where
-                c.serves.add(e.op)
+                c.ops.add(i)
 
     def _layers_apart(self, yes: list[int], no: list[int], at: int) -> Layers:
         """The layers of some ops, if no other op lies in one of them."""
@@ -157,7 +170,7 @@ class Planner:
         usable = [(j, s, k) for j, s, k in found if not self.changes[s].uncast]
         for _, span, kind in usable:
             if self._safe(span, kind, None):
-                self._down(span, None, read)
+                self._down(span, None, root)
                 return
         for j, span, kind in usable:
             layer = self._layer(j)
@@ -166,14 +179,14 @@ class Planner:
             layers = {self._layer(k) for k in self.flow.evaluations[span]}
             low = {self._layer(k) for k in self.flow.evaluations[span] if self._low_anyway(k)}
             needed = frozenset(x for x in layers if x == layer or (x in low and self._safe(span, kind, self._in_layer(x))))
-            self._down(span, needed, read)
+            self._down(span, needed, root)
             return
         for j, span, kind in usable:
             modules = {self._module(k) for k in self.flow.evaluations[span]}
             safe = frozenset(m for m in modules if self._safe(span, kind, self._in_module(m)))
             if self._module(j) in safe and self.spans.functions[span].endswith(".forward") and "" not in safe:
                 narrow = {self._module(k) for k in self.flow.evaluations[span] if self._low_anyway(k)}
-                self._down(span, None, read, at=safe & (narrow | {self._module(j)}))
+                self._down(span, None, root, at=safe & (narrow | {self._module(j)}))
                 return
         e = self.flow.ops[reader]
         last = found[-1][1] if found else None
@@ -193,15 +206,20 @@ class Planner:
     def _in_layer(self, layer: int | None) -> Callable[[int], bool]:
         return lambda k: self._layer(k) == layer
 
-    def _down(self, span: int, layers: Layers | None, read: tuple[int, int], at: frozenset[str] | None = None) -> None:
+    def _served(self, ops: set[int]) -> set[str]:
+        """The sites of some ops, and of those that compute in FP32 because these do."""
+        reached = {x for i in ops if i in self.lifted for x in nx.descendants(self.lifted, i)}
+        return {site for i in ops | reached for site in self.flow.served(i)}
+
+    def _down(self, span: int, layers: Layers | None, root: int, at: frozenset[str] | None = None) -> None:
         c = self.changes[span]
+        c.ops.add(root)
         if c.down and c.down_in is None and c.down_at is None:
             return
         if at is not None:
             c.down_at = at | (c.down_at or frozenset())
         c.down_in = None if layers is None else layers | (c.down_in or frozenset())
         c.down = True
-        c.serves.add(self.flow.ops[read[0]].op)
 
     def _path(self, root: int, u: int) -> tuple[list[int], bool]:
         """Values from a root's result to `u`, and whether a cast that stays lies between. Cut short at a join of two widened values."""
@@ -271,6 +289,7 @@ class Planner:
             hot = [j for j in events if widened.get(self._value(j)) and self.flow.low(self._value(j))]
             if any(not self.rounded_before(j) for j in hot):
                 self.changes[span].literal = True
+                self.changes[span].ops |= {r for j in hot for r in widened[self._value(j)]}
 
     def rounded_before(self, i: int) -> bool:
         """Whether the value of an evaluation was rounded on its way there, in the generated code."""
@@ -295,6 +314,7 @@ class Planner:
                 )
             c = self.changes[span]
             c.down = True
+            c.serves |= {self.flow.sites[read]} - {""}
             if not self.flow.low(self.flow.operand(read)):
                 c.up = True
 

@@ -9,6 +9,9 @@ from rich.text import Text
 
 from graphalign.verify.verdict import ENOUGH, FP32, NEGATED, PATCHED, STOCK, WHOLE, Proof
 
+MOST_UNEXERCISED = 6
+"""Kinds of clamps that never fired that are shown."""
+
 
 def render_proof(proof: Proof, console: Console) -> None:
     """Print the fixed point and the replay."""
@@ -27,6 +30,13 @@ def render_proof(proof: Proof, console: Console) -> None:
         console.print(Text(f"{proof.patched.assumptions} equal: joined by owner, their inside was not compared", style="yellow"))
     for note in proof.notes:
         console.print(Text(f"note: {note}", style="yellow"))
+    if unfired := proof.stock.unexercised:
+        n = sum(e.count for e in unfired)
+        console.print(Text(f"not exercised: {n}, whose other side was compared nowhere", style="yellow"))
+        for e in unfired[:MOST_UNEXERCISED]:
+            console.print(Text(f"  {e.what}: {e.reason}\n    at {e.where}", style="yellow"))
+        if len(unfired) > MOST_UNEXERCISED:
+            console.print(Text(f"  … and {len(unfired) - MOST_UNEXERCISED} more kinds, in the sites file of `find`", style="yellow"))
     for problem in proof.problems:
         console.print(Text(f"NOT PROVEN: {problem}", style="bold red"))
     if not proof.problems:

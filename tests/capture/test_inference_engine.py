@@ -7,10 +7,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from graphalign.capture.inference import capture_inference
 from graphalign.engines.examples import resolve_model
-from graphalign.errors import CaptureFailedError
+from graphalign.errors import BadInputError, CaptureFailedError
 from graphalign.ir.inference import TAIL
 
 pytestmark = pytest.mark.vllm
@@ -88,3 +89,29 @@ def test_an_engine_that_does_not_compile_is_an_error(qwen3: Path, tmp_path: Path
     with pytest.raises(CaptureFailedError, match="compiled no graph") as failure:
         capture_inference(qwen3, tmp_path / "c.json", layers=1, engine_args={"enforce_eager": True})
     assert "enforce_eager" in failure.value.hint
+
+
+def test_an_engine_whose_logits_are_no_numbers_is_an_error(qwen3: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "overflow"
+    shutil.copytree(qwen3, folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"] *= 1e6
+    weights["model.layers.1.mlp.down_proj.weight"] *= 1e37
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CaptureFailedError, match="the engine's logits are no numbers: NaN for 57 of 57 tokens") as failure:
+        capture_inference(folder, tmp_path / "c.json", layers=2)
+    assert "first seen at model.layers.1.mlp.down_proj" in failure.value.where
+    assert not (tmp_path / "c.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        ({"max_modl_len": 64}, "this vLLM's engine has no argument 'max_modl_len'"),
+        ({"max_num_seqs": 4, "max_model_len": "many"}, "the engine's argument does not fit: "),
+    ],
+)
+def test_an_argument_that_vllm_does_not_take_is_bad_input(qwen3: Path, tmp_path: Path, arguments: dict[str, object], what: str) -> None:
+    with pytest.raises(BadInputError, match=what) as failure:
+        capture_inference(qwen3, tmp_path / "c.json", layers=1, engine_args=arguments)
+    assert failure.value.where == f"--engine-arg {list(arguments)[-1]}={list(arguments.values())[-1]}"

@@ -266,16 +266,20 @@ def test_factory_spelling() -> None:
 @pytest.mark.parametrize(
     ("files", "options", "message"),
     [
-        ({}, {}, "has no config.json"),
+        ({}, {}, "holds no config.json"),
         ({"config.json": "{"}, {}, "cannot read"),
         ({"config.json": json.dumps({"model_type": "no_such_model"})}, {}, "model_type: no_such_model"),
         ({"config.json": json.dumps({"model_type": "t5"})}, {}, "no causal language model for model_type t5"),
         ({"config.json": json.dumps({"model_type": "qwen3", "num_hidden_layers": 2})}, {"layers": 3}, "layers must be 1 to 2, not 3"),
-        ({"config.json": json.dumps({"model_type": "qwen3"})}, {"weights": "checkpoint"}, "no weights in"),
+        ({"config.json": json.dumps({"model_type": "qwen3"})}, {"weights": "checkpoint"}, "holds no weight files"),
         ({"config.json": json.dumps({"model_type": "qwen3"})}, {"weights": "none"}, "unknown weights option"),
         ({"config.json": json.dumps({"model_type": "qwen3"})}, {"dtype": "int8"}, "unknown dtype 'int8'"),
         ({"config.json": json.dumps({"model_type": "qwen3"})}, {"autocast": "bf16"}, "unknown dtype 'bf16'"),
-        ({"config.json": json.dumps({"auto_map": {"AutoConfig": "c.C"}})}, {}, "brings its own modeling code"),
+        (
+            {"config.json": json.dumps({"auto_map": {"AutoConfig": "c.C"}})},
+            {},
+            "code of its own (c.py), which is run only with --trust",
+        ),
     ],
 )
 def test_bad_model_folders(tmp_path: Path, files: dict[str, str], options: dict[str, Any], message: str) -> None:
@@ -287,7 +291,7 @@ def test_bad_model_folders(tmp_path: Path, files: dict[str, str], options: dict[
 
 
 def test_missing_folder(tmp_path: Path) -> None:
-    with pytest.raises(BadInputError, match="is not a folder"):
+    with pytest.raises(BadInputError, match="there is no folder"):
         capture_training(tmp_path / "nowhere")
     with pytest.raises(BadInputError, match="no model to capture"):
         capture_training(None)

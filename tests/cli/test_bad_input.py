@@ -53,6 +53,24 @@ def test_options_reach_the_captures(stage, tmp_path: Path) -> None:
     assert stage.run("find", "m", "--out", tmp_path).code == 0
     assert stage.calls["training"]["autocast"] is None
     assert stage.calls["inference"]["weights"] is None
+    assert not stage.calls["inference"]["trust_remote_code"]
+    assert stage.run("find", "m", "--out", tmp_path, "--trust-remote-code").code == 0
+    assert stage.calls["inference"]["trust_remote_code"]
+    assert stage.calls["training"]["trust_remote_code"]
+
+
+def test_a_model_of_another_dtype_is_said_before_the_engine_starts(stage, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("graphalign.engines.dtypes.own_dtype", lambda folder: "float16")
+    said = "warning: the model's own dtype is float16; both sides run in bfloat16, which is what graphalign maps"
+    result = stage.run("find", "m", "--out", tmp_path)
+    assert (result.code, result.err.count("own dtype")) == (0, 1)
+    assert said in result.err.partition("inference: a stage")[0]
+    result = stage.run("find", "m", "--out", tmp_path, "--dtype", "float32", "--autocast", "bfloat16")
+    assert "the engine runs in bfloat16, which is what graphalign maps, and the trainer in float32, as asked" in result.err
+    result = stage.run("find", "m", "--out", tmp_path, "--factory", "pkg.mod:build")
+    assert "the engine runs in bfloat16, which is what graphalign maps\n" in result.err
+    result = stage.run("capture", "training", "m", "-o", tmp_path / "x")
+    assert "the trainer is built in bfloat16, as --dtype says" in result.err
 
 
 @pytest.mark.parametrize("command", [["find", "m", "--out"], ["capture", "inference", "m", "-o"], ["capture", "training", "m", "-o"]])

@@ -50,8 +50,11 @@ def test_a_directory_is_checked(tmp_path: Path) -> None:
     with pytest.raises(BadInputError, match="not a model's config"):
         resolve_model(tmp_path)
     (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(BadInputError, match="names neither model_type nor architectures"):
+        resolve_model(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     assert resolve_model(tmp_path) == tmp_path.resolve()
-    with pytest.raises(BadInputError, match="not a directory"):
+    with pytest.raises(BadInputError, match="is a file, not a model's folder"):
         resolve_model(tmp_path / "config.json")
 
 
@@ -60,6 +63,48 @@ def test_a_wrong_name_says_what_there_is(name: str, tmp_path: Path) -> None:
     with pytest.raises(BadInputError) as failure:
         resolve_model(name, tmp_path)
     assert "qwen3" in failure.value.hint
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("example:qwen33", "example:qwen3"),
+        ("qwen3", "example:qwen3"),
+        ("examples:lama", "example:llama"),
+        ("example/smollm", "example:smollm2"),
+    ],
+)
+def test_a_misspelt_example_is_recognised(name: str, meant: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import huggingface_hub
+
+    def refuse(*args: object, **kwargs: object) -> str:
+        raise OSError("offline")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    with pytest.raises(BadInputError) as failure:
+        resolve_model(name, tmp_path)
+    assert failure.value.hint.startswith(f"did you mean {meant}")
+
+
+@pytest.mark.parametrize(
+    ("error", "what", "hint"),
+    [
+        ("LocalEntryNotFoundError", "the hub cannot be reached", "hf download owner/model"),
+        ("RepositoryNotFoundError", "the hub does not give a model of that name to you", "log in"),
+        ("GatedRepoError", "the hub does not give a model of that name to you", "accept its terms"),
+    ],
+)
+def test_what_the_hub_says_is_told_apart(error: str, what: str, hint: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import huggingface_hub
+
+    def refuse(*args: object, **kwargs: object) -> str:
+        kind = getattr(huggingface_hub.errors, error)
+        raise kind.__new__(kind, "Got: 1")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    with pytest.raises(BadInputError, match=what) as failure:
+        resolve_model("owner/model", tmp_path)
+    assert hint in failure.value.hint
 
 
 def test_a_hub_that_cannot_be_reached_is_bad_input(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -104,3 +104,11 @@ def test_the_schema_is_that_of_the_spec(tmp_path: Path) -> None:
     code, out, _ = _run("schema")
     assert code == 0
     assert json.loads(out) == PatchSpec.model_json_schema()
+
+
+def test_a_spec_says_which_dtype_the_model_is_made_for() -> None:
+    found = report("qwen3")
+    assert "own dtype" not in dump(make_spec(found))
+    made = make_spec(found.model_copy(update={"model": {**found.model, "own_dtype": "float16"}}))
+    assert dump(made).startswith("# the model's own dtype is float16; this patch is for an engine that runs it in bfloat16\n")
+    assert parse(dump(made)).model["own_dtype"] == "float16"

@@ -12,8 +12,8 @@ from nbclient import NotebookClient
 from tests.render import needs
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
-NAMES = ("01_new_architecture", "02_after_a_vllm_bump", "03_render_a_diff")
-SECONDS = 120
+NAMES = ("01_new_architecture", "02_after_a_vllm_bump", "03_render_a_diff", "04_the_patch_as_source")
+SECONDS = 300
 
 
 def outputs(notebook: nbformat.NotebookNode) -> list[str]:
@@ -26,7 +26,7 @@ def outputs(notebook: nbformat.NotebookNode) -> list[str]:
 
 
 @needs.dot
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES[:3], pytest.param(NAMES[3], marks=pytest.mark.slow)])
 def test_a_notebook_runs_and_says_the_same(name: str) -> None:
     committed = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
     fresh = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)

@@ -13,6 +13,7 @@ import torch
 
 from graphalign.errors import PatchError
 from graphalign.source.generate import Generated, generate
+from graphalign.source.ids import MARK
 from graphalign.source.verify import in_place
 from graphalign.source.write import changed, files, moved, write
 from tests.breadth import models
@@ -25,7 +26,8 @@ def file(name: str) -> Generated:
 
 
 def added(name: str) -> list[str]:
-    return [x[1:].strip() for x in file(name).diff.splitlines() if x.startswith("+") and not x.startswith("+++")]
+    """Added lines without the comments that name their sites."""
+    return [x[1:].partition(MARK)[0].strip() for x in file(name).diff.splitlines() if x.startswith("+") and not x.startswith("+++")]
 
 
 def test_qwen3_is_nine_lines() -> None:

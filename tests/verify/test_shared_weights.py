@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import graphalign.cli_patch as cli_patch
-from graphalign.capture.inference import has_weights
 from graphalign.cli_patch import _share_weights
+from graphalign.engines.model_folder import has_weights
 from graphalign.engines.trainer import build_trainer
 from tests.rewrite.tiny import config, recorded
 

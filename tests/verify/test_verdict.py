@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from graphalign.patch.make import make_spec
 from graphalign.patch.spec import Edit, Group, PatchSpec
-from graphalign.sites.report import Report
+from graphalign.sites.report import Entry, Report
 from graphalign.verify.replay import Score
 from graphalign.verify.table import render_proof, words
 from graphalign.verify.verdict import NEGATED, OTHERS, PATCHED, STOCK, WHOLE, Proof, operands_by_group, without
@@ -181,3 +182,11 @@ def test_all_columns_are_readable_at(width: int) -> None:
     for word in ("residual_rmsnorm", "0.50000", "0.60000", "0.40000", "0.80000", "1.00000", "negated", "all but these", "114 edges"):
         assert word in found
     assert max(map(len, found.splitlines())) <= width
+
+
+def test_what_never_fired_is_said_beside_the_verdict() -> None:
+    entry = Entry(side="training", what="clamp in experts", where="modeling.py:7", reason="it took one side only", layers=(0, 1), count=2)
+    stock = STOCK_REPORT.model_copy(update={"unexercised": (entry,)})
+    shown = " ".join(text(replace(proof(), stock=stock)).split())
+    assert "not exercised: 2, whose other side was compared nowhere clamp in experts: it took one side only at modeling.py:7" in shown
+    assert "not exercised" not in text(proof())

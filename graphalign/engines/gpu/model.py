@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphalign.capture import engine_arguments
 from graphalign.capture import engine_script as script
 
 VALIDATED = re.compile(r"Value error, (.*?) \[type=", re.S)
@@ -73,16 +75,21 @@ def make_config(request: dict[str, Any]) -> Any:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
 
-    arguments = {"dtype": "bfloat16", "skip_tokenizer_init": True, **request["engine_args"], "model": request["model"]}
-    arguments["load_format"] = "dummy"
-    if request.get("layers") is not None:
-        cut = script.layer_overrides(request["model"], request["layers"])
-        arguments["hf_overrides"] = {**cut, **(arguments.get("hf_overrides") or {})}
+    if bad := engine_arguments.wrong_name(request["engine_args"]):
+        raise script.Refused(*bad, usage=True)
     context = UsageContext.OPENAI_API_SERVER if request["entry"] == "server" else UsageContext.LLM_CLASS
-    try:
+
+    def make(given: Mapping[str, Any]) -> Any:
+        arguments = {"dtype": "bfloat16", "skip_tokenizer_init": True, **given, "model": request["model"], "load_format": "dummy"}
+        arguments |= engine_arguments.cut_layers(request, given, script.layer_overrides)
         return EngineArgs(**arguments).create_engine_config(usage_context=context)
-    except ValueError as e:
-        said = VALIDATED.search(str(e))
+
+    try:
+        return make(request["engine_args"])
+    except Exception as e:
+        if bad := engine_arguments.at_fault(e, request["engine_args"], make):
+            raise script.Refused(*bad, usage=True) from None
+        said = VALIDATED.search(str(e)) if isinstance(e, ValueError) else None
         if said is None:
             raise
         hint = "change the engine's arguments"

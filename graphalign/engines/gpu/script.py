@@ -157,7 +157,8 @@ def capture(request: dict[str, Any]) -> dict[str, Any]:
         "compile": compiled,
         "model": script.read_model(request, config),
         "simulated": True,
-        "notes": [f"simulated {request['target']['name']}: lowered without the device, not yet compared with one", *unknown,
+        "notes": [f"simulated {request['target']['name']}: lowered without the device, not yet compared with one",
+                  *request.get("notes", ()), *unknown,
                   *world.notes, *recorder.notes],
         "timings": {k: round(v, 3) for k, v in timings.items()},
     }  # fmt: skip
@@ -224,7 +225,7 @@ def main(path: str) -> int:
         script.write(request["out"], data)
         script.say(stage="write", fraction=1.0)
     except script.Refused as e:
-        script.say(error=e.what, where=e.where, hint=e.hint)
+        script.say(error=e.what, where=e.where, hint=e.hint, usage=e.usage)
         return 3
     except BaseException as e:
         traceback.print_exc()

@@ -77,6 +77,8 @@ class Settings:
     """Interpreter of the engine; None for this one."""
     engine_args: Mapping[str, Any]
     timeout: float
+    trust: bool = False
+    """Run code that comes with the model."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,8 @@ def run_engine(settings: Settings, name: str, stages: Stages, **extra: Any) -> t
     from graphalign.capture.inference import ROLLOUT_SCRIPT, SCRIPT
     from graphalign.capture.rollouts import generate, read_rollouts
 
-    out, arguments = settings.out, merge(settings.engine_args, extra)
+    out, trusting = settings.out, {"trust_remote_code": True} if settings.trust else {}
+    arguments = merge(settings.engine_args, {**trusting, **extra})
     gemms = sorted(op for op, rule in load_opaque_ops(settings.rules).items() if rule.kind == "gemm")
     tokens = replay_tokens(settings.prompts)
     asked = (settings.seeds, settings.samples, settings.max_tokens, settings.ignore_eos)
@@ -183,7 +186,7 @@ def _stock(settings: Settings, stages: Stages, reach: int | None) -> tuple[nn.Mo
     regime = settings.spec.regime if settings.spec is not None else {}
     stages.start("trainer")("build the model")
     trainer = build_trainer(settings.folder, layers=settings.layers, dtype=str(regime.get("param_dtype") or "bfloat16"),
-                            attention=str(regime.get("attention") or "sdpa"))  # fmt: skip
+                            attention=str(regime.get("attention") or "sdpa"), trust_remote_code=settings.trust)  # fmt: skip
     stages("capture the stock model", None)
     function = settings.function or find_function(regime.get("logprobs", DEFAULT))
     return trainer, record_forward(trainer, autocast=regime.get("autocast"), logprobs=function, reach=reach), function
