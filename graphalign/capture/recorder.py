@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from graphalign.capture.tensors import TensorTable
+from graphalign.engines.products import Run, call
 from graphalign.errors import CaptureFailedError
 from graphalign.ir.compiled import GeneratedCode, module_ids, rebase, trace_source
 from graphalign.ir.frames import SourceTable, caller
@@ -57,11 +58,12 @@ class Recorder(TorchDispatchMode):
             A parameter that has several names (tied) is one input, under the first.
         inputs: run-time tensors by name (`input_ids`, `position_ids`).
         watch: sees the tensors of every op that is recorded.
+        run: calls every op that is recorded, with the same result as the op itself.
     """
 
-    def __init__(self, module: nn.Module, inputs: Mapping[str, torch.Tensor], watch: Watch | None = None) -> None:
+    def __init__(self, module: nn.Module, inputs: Mapping[str, torch.Tensor], watch: Watch | None = None, run: Run = call) -> None:
         super().__init__()
-        self._watch = watch
+        self._watch, self._run = watch, run
         self._unnamed = False
         self._values: list[Value] = []
         self._inputs: list[Input] = []
@@ -134,7 +136,7 @@ class Recorder(TorchDispatchMode):
         # Arguments first: the op may write into them.
         enc_args, enc_kwargs = tuple(self.encode(a) for a in args), {k: self.encode(v) for k, v in kwargs.items()}
         done = self._watch(str(func), func, args, kwargs) if self._watch is not None else None
-        out = func(*args, **kwargs)
+        out = self._run(func, args, kwargs)
         written = _written(func, args, kwargs)
         ids = {id(t) for t in written}
         results = _flat(out)
@@ -327,9 +329,9 @@ def anchor_scope(
 
 
 @contextmanager
-def record(module: nn.Module, inputs: Mapping[str, torch.Tensor], watch: Watch | None = None) -> Iterator[Recorder]:
+def record(module: nn.Module, inputs: Mapping[str, torch.Tensor], watch: Watch | None = None, run: Run = call) -> Iterator[Recorder]:
     """Record what runs inside the `with` block. Call `finish` on the recorder after it."""
-    recorder = Recorder(module, inputs, watch)
+    recorder = Recorder(module, inputs, watch, run)
     with warnings.catch_warnings():
         # An OptimizedModule warns that global hooks fire once more for itself; that push and pop is harmless (torch 2.13).
         warnings.filterwarnings("ignore", message="Using `torch.compile\\(module\\)` when there are global hooks")

@@ -21,6 +21,7 @@ from graphalign.capture.finite import refuse_broken, require_numbers
 from graphalign.capture.recorder import Recorder, Watch, anchor_scope, record
 from graphalign.capture.visible import probe_length, record_masks
 from graphalign.engines.model_folder import code_left_out, has_weights
+from graphalign.engines.products import runner
 from graphalign.engines.trainer import build_trainer, parse_dtype
 from graphalign.errors import BadInputError, CaptureFailedError, GraphalignError
 from graphalign.ir.config import config_digest
@@ -78,7 +79,7 @@ def capture_training(
         module, name = model, type(model).__name__
     elif model is not None:
         say(f"building {Path(model).name}")
-        module = build_trainer(model, layers, dtype, attention, weights, trust_remote_code=trust_remote_code)
+        module = build_trainer(model, layers, dtype, attention, weights, trust_remote_code=trust_remote_code, read_only=True)
         name = Path(model).resolve().name
         if weights != "dummy" and has_weights(Path(model)):  # random ones of a large model are not to be read through
             refuse_broken(module)
@@ -133,7 +134,13 @@ def record_forward(
     args, kwargs, notes = call_arguments(module, inputs)
     cast = torch.autocast(device.type, dtype=parse_dtype(autocast) if autocast else None, enabled=autocast is not None)
     try:
-        with one_sequence(), composite_attention(), torch.set_grad_enabled(grad), cast, record(module, inputs, watch) as recorder:
+        with (
+            one_sequence(),
+            composite_attention(),
+            torch.set_grad_enabled(grad),
+            cast,
+            record(module, inputs, watch, runner(module)) as recorder,
+        ):
             output = logits_of(module(*args, **kwargs), module)
             with recorder.paused():
                 require_numbers(output, module, lambda: module(*args, **kwargs))
