@@ -13,10 +13,8 @@ from typing import Any
 
 import torch
 
+from graphalign.capture.probe import FUNCTION, note_call, probing
 from graphalign.capture.recorder import active, anchor_scope
-from graphalign.capture.visible import note_call, probing
-
-OP = "graphalign.attention"
 
 _RENAMED = {"s_aux": "sinks"}
 _KEPT = frozenset({"sliding_window", "softcap", "s_aux", "sinks", "dropout", "position_bias", "num_key_value_groups"})
@@ -99,7 +97,7 @@ def wrap(fn: Callable[..., Any], implementation: str | None) -> Callable[..., An
         run = functools.partial(fn, module, query, key, value, *args, **kwargs)
         mask = args[0] if args else kwargs.get("attention_mask")
         operands = _as_autocast_does(fn, module, (query, key, value), args, kwargs)
-        return anchor_scope(OP, run, operands, attributes(module, query, key, mask, kwargs, implementation))
+        return anchor_scope(FUNCTION, run, operands, attributes(module, query, key, mask, kwargs, implementation))
 
     attention._graphalign_original = fn  # type: ignore[attr-defined]
     return attention

@@ -80,6 +80,8 @@ class Recorder(TorchDispatchMode):
         self._source: int | None = None
         self._placed = ""
         self._known = _named_tensors(module, inputs)
+        self.traced = False
+        """Whether ops ran that Dynamo had traced: the model has compiled parts."""
         self._keep = module  # ids in the tables above stay valid
 
     @classmethod
@@ -159,6 +161,7 @@ class Recorder(TorchDispatchMode):
         node = self._generated.node(frame) if self._generated is not None else None
         if node is None:
             return self.module, self._sources.locate(frame)
+        self.traced = True
         traced = next((self._modules[i] for i in module_ids(node) if i in self._modules), self.module)
         module = rebase(traced, self.module, self._names)
         source = trace_source(node)
@@ -358,6 +361,7 @@ def _content(t: torch.Tensor) -> str | None:
     if t.numel() * t.element_size() > MAX_DATA or t.is_meta or t.layout != torch.strided:
         return None
     flat = t.detach().to("cpu", copy=True).resolve_conj().resolve_neg().contiguous().reshape(-1)
+    flat = flat.as_strided((flat.numel(),), (1,))  # one element may have any stride, and keeps it (torch 2.13)
     return base64.b64encode(flat.view(torch.uint8).numpy().tobytes()).decode() if flat.numel() else ""
 
 
