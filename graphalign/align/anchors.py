@@ -79,6 +79,10 @@ def _attention(op: Op, shape: tuple[int, ...], engine: Attention, longest: Any, 
     """
     given: dict[str, Any] = op.detail.get("parameters", {})
     recorded = "implementation" in given
+    kernel = (given.get("visible") or {}).get("kernel") or {}
+    if kernel:  # what FlashAttention was given, whatever its function was asked for
+        given = {**given, "scaling": kernel["scale"], "softcap": kernel["softcap"], "dropout": kernel["dropout"], "ignored": ()}
+        given["sinks"] = True if kernel["sinks"] else None
     scale = given.get("scaling") if recorded else given.get("scale")
     if scale is None and shape:
         scale = shape[-1] ** -0.5

@@ -45,8 +45,8 @@ def compare_masks(seen: Any, engine: Attention) -> Masks:
         )
     elif engine.alibi and not adds:
         out.append(("mask", "the engine adds a bias that grows with the distance (ALiBi), the trainer's mask adds nothing"))
-    for q in range(tokens):
-        (first, last), (start, end) = _trainer(seen, q), _engine(engine, q, tokens)
+    for n, q in enumerate(seen["at"] if "at" in seen else range(tokens)):
+        (first, last), (start, end) = _trainer(seen, n, q), _engine(engine, q, tokens)
         if last != end:
             words = f"token {q} of {tokens} reads keys up to {last} in the trainer, up to {end} in the engine"
             return Masks((*out, ("causality", words)))
@@ -61,10 +61,10 @@ def compare_masks(seen: Any, engine: Attention) -> Masks:
     return Masks(tuple(out), f"the trainer was tried with {tokens} tokens, which do not exceed the engine's window of {edge}", True)
 
 
-def _trainer(seen: dict[str, Any], q: int) -> tuple[int, int]:
-    """First and last key of a query."""
+def _trainer(seen: dict[str, Any], n: int, q: int) -> tuple[int, int]:
+    """First and last key of a query, the n-th that was looked at."""
     if "rows" in seen:
-        return int(seen["rows"][q][0]), int(seen["rows"][q][1])
+        return int(seen["rows"][n][0]), int(seen["rows"][n][1])
     below, above, most = seen["below"], seen["above"], int(seen["tokens"]) - 1
     return 0 if below is None else max(0, q - below), most if above is None else min(most, q + above)
 

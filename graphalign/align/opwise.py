@@ -14,6 +14,8 @@ from graphalign.ir.training import Node, TrainingGraph, Value
 OP = "aten.scaled_dot_product_attention.default"
 SOFTMAX = frozenset({"softmax", "_softmax", "_safe_softmax"})
 FACTOR = frozenset({"mul", "div"})
+ALLOWED = frozenset({"nan_to_num"})
+"""Between the softmax and the values: what it does to rows that read no key."""
 MASKING = frozenset({"add", "sub", "masked_fill", "where"})
 """With tensors that depend on positions only: they are in what `Mask` records."""
 LEAST = -9e3
@@ -156,7 +158,7 @@ class _Graph:
                 return (n, (live[0], live[1])) if len(live) == 2 and live[0] in outs else None
             if len(live) != 1 or not (base(self.nodes[n].op) in TRANSPARENT or is_pointwise(self.nodes[n].op)):
                 return None
-            if base(self.nodes[n].op) not in TRANSPARENT:
+            if base(self.nodes[n].op) not in TRANSPARENT | ALLOWED:
                 odd[base(self.nodes[n].op)] = None
 
     def _result(self, n: int) -> tuple[int, Value | None]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from graphalign.capture.visible import visible
+from graphalign.capture.visible import chosen, visible
 from graphalign.evaluate.aten import ATTENTIONS, base
 from graphalign.ir.training import Node
 
@@ -36,7 +37,29 @@ _FACTORS = {"mm": (0, 1), "bmm": (0, 1), "matmul": (0, 1), "addmm": (1, 2), "bad
 
 Event = dict[str, Any]
 """Something that may be attention: `kind` (`function`, `op`) and `visible`, see `visible.visible`."""
-_PROBE: list[list[Event]] = []
+
+
+@dataclass
+class Probe:
+    """A forward of many tokens, as far as it got."""
+
+    queries: list[int]
+    """Which queries are looked at."""
+    events: list[Event] = field(default_factory=list)
+    known: dict[Any, tuple[Any, dict[str, Any]]] = field(default_factory=dict)
+    """What masks that were looked at let through, by their identity and the flags; with the mask, so that it stays taken."""
+
+    def visible(self, tokens: int, keys: int, mask: Any, given: dict[str, Any]) -> dict[str, Any]:
+        """See `visible.visible`. Layers share their masks, which are looked at once."""
+        flags = [given.get(k) for k in ("implementation", "is_causal", "window")]
+        version = mask._version if isinstance(mask, torch.Tensor) else None
+        key = (tokens, keys, id(mask), version, repr(flags), given.get("position_bias") is None)
+        if key not in self.known:
+            self.known[key] = mask, visible(tokens, keys, mask, given, self.queries if tokens == self.queries[-1] + 1 else None)
+        return self.known[key][1]
+
+
+_PROBE: list[Probe] = []
 
 
 def probing() -> bool:
@@ -51,20 +74,30 @@ def kind(op: str) -> str | None:
     return "op" if base(op) in SOFTMAX | ATTENTIONS else None
 
 
+def named_edges(config: Any) -> tuple[int, ...]:
+    """The windows and chunks that a config names."""
+    fields = vars(config).items() if config is not None else ()
+    return tuple(sorted({x for k, x in fields if ("window" in k or "chunk" in k) and type(x) is int and x > 0}))
+
+
 def probe_length(config: Any, positions: int) -> int:
     """Tokens that cover both edges of every window and chunk that a config names, as far as the positions reach."""
-    named = (
-        [x for k, x in vars(config).items() if ("window" in k or "chunk" in k) and type(x) is int and x > 0] if config is not None else []
-    )
-    return max(2, min(max([LEAST, *(n + 2 for n in named if n + 2 <= MOST)]), positions))
+    return max(2, min(max([LEAST, *(n + 2 for n in named_edges(config) if n + 2 <= MOST)]), positions))
 
 
-def probe(forward: Callable[[], Any], tokens: int, device: torch.device) -> list[Event]:
-    """Run a forward of so many tokens without computing the model's numbers, and list what may be attention, in order."""
+def probe(forward: Callable[[], Any], tokens: int, device: torch.device, edges: tuple[int, ...] = ()) -> list[Event]:
+    """Run a forward of so many tokens without computing the model's numbers, and list what may be attention, in order.
+
+    Args:
+        forward: the model's.
+        tokens: number of tokens that it is given.
+        device: where the model is.
+        edges: windows and chunks that its config names.
+    """
     drawing = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
-    with _listening() as seen, drawing, torch.no_grad(), _Zeros(tokens, device):
+    with _listening(Probe(chosen(tokens, edges))) as found, drawing, torch.no_grad(), _Zeros(tokens, device):
         forward()
-    return seen
+    return found.events
 
 
 def attach(nodes: tuple[Node, ...], seen: list[Event]) -> list[tuple[Node, dict[str, Any]]] | None:
@@ -76,11 +109,10 @@ def attach(nodes: tuple[Node, ...], seen: list[Event]) -> list[tuple[Node, dict[
 
 
 @contextmanager
-def _listening() -> Iterator[list[Event]]:
-    seen: list[Event] = []
-    _PROBE.append(seen)
+def _listening(found: Probe) -> Iterator[Probe]:
+    _PROBE.append(found)
     try:
-        yield seen
+        yield found
     finally:
         _PROBE.pop()
 
@@ -89,17 +121,23 @@ def note_call(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, given: dict[str, Any]
 ) -> tuple[torch.Tensor, None]:
     """Write one call of an attention function down; `given` is what `attention.attributes` says of it. Returns a result of its shape."""
-    _note("function", lambda: visible(query.shape[2], key.shape[2], mask, given))
+    note("function", lambda: seen_by(query.shape[2], key.shape[2], mask, given))
     out = (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
     return query.new_zeros(()).expand(out), None
 
 
-def _note(kind: str, look: Callable[[], dict[str, Any]]) -> None:
+def note(kind: str, look: Callable[[], dict[str, Any]]) -> None:
+    """Add an event, with what `look` finds or why it fails."""
     try:
         found = look()
     except Exception as e:  # masks come from the model's own code
         found = {"unknown": f"{type(e).__name__}: {e}".splitlines()[0][:200]}
-    _PROBE[-1].append({"kind": kind, "visible": found})
+    _PROBE[-1].events.append({"kind": kind, "visible": found})
+
+
+def seen_by(tokens: int, keys: int, mask: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """`visible.visible` of the probe that runs."""
+    return _PROBE[-1].visible(tokens, keys, mask, given)
 
 
 class _Zeros(TorchDispatchMode):
@@ -172,7 +210,7 @@ class _Zeros(TorchDispatchMode):
         given = {**dict(zip([a.name for a in func._schema.arguments], args, strict=False)), **kwargs}
         if name in SOFTMAX:
             x = given.get("self", args[0])
-            _note("op", lambda: self._softmax(x, given.get("dim", -1)))
+            note("op", lambda: self._softmax(x, given.get("dim", -1)))
             return
         query, key = args[0], args[1]
         mask = given.get("attn_mask", given.get("attn_bias"))
@@ -180,10 +218,10 @@ class _Zeros(TorchDispatchMode):
         def look() -> dict[str, Any]:
             if mask is not None and self._is_made(mask):
                 return {"unknown": "its mask is computed with the model's numbers"}
-            found = visible(query.shape[-2], key.shape[-2], _four(mask), {"implementation": "sdpa", "is_causal": given.get("is_causal")})
+            found = seen_by(query.shape[-2], key.shape[-2], _four(mask), {"implementation": "sdpa", "is_causal": given.get("is_causal")})
             return found | ({"dropout": p} if (p := given.get("dropout_p")) else {})
 
-        _note("op", look)
+        note("op", look)
 
     def _softmax(self, x: torch.Tensor, dim: int) -> dict[str, Any]:
         """What a softmax's operand says of masks."""
@@ -191,7 +229,7 @@ class _Zeros(TorchDispatchMode):
             return {"unknown": "its scores are not made of products, masks and constants alone, or are too many"}
         if x.shape[-2:] != (self.tokens, self.tokens) or dim not in (-1, x.dim() - 1):
             return {"unknown": f"scores of the shape {list(x.shape)} for {self.tokens} tokens"}
-        return visible(self.tokens, self.tokens, _four(x), {"implementation": "eager"})
+        return visible(self.tokens, self.tokens, _four(x), {"implementation": "eager"}, _PROBE[-1].queries)
 
     def _is_made(self, t: torch.Tensor) -> bool:
         if t.is_meta or t.layout != torch.strided:

@@ -19,7 +19,7 @@ from graphalign.capture.adapted import no_compiled_kernels, refuse_compiled, wit
 from graphalign.capture.attention import composite_attention, one_sequence
 from graphalign.capture.finite import refuse_broken, require_numbers
 from graphalign.capture.flex import uncompiled_flex
-from graphalign.capture.probe import FUNCTION, attach, kind, probe, probe_length
+from graphalign.capture.probe import FUNCTION, attach, kind, named_edges, probe, probe_length
 from graphalign.capture.recorder import Recorder, Watch, anchor_scope, record
 from graphalign.engines.model_folder import code_left_out, has_weights
 from graphalign.engines.products import runner
@@ -197,7 +197,7 @@ def _with_masks(
     args, kwargs, _ = call_arguments(module, {**inputs, "input_ids": torch.zeros_like(inputs["input_ids"])})
     try:
         with one_sequence(), uncompiled_flex(), composite_attention():
-            found = attach(nodes, probe(lambda: module(*args, **kwargs), tokens, device))
+            found = attach(nodes, probe(lambda: module(*args, **kwargs), tokens, device, named_edges(config)))
         why = "its attention calls differ with the length"
     except Exception as e:  # any model's forward may need real numbers
         found, why = None, f"the forward of {tokens} tokens failed: {type(e).__name__}: {e}".splitlines()[0][:300]

@@ -10,8 +10,11 @@ import torch
 
 from graphalign.align.align import align, prepare
 from graphalign.align.anchors import compare_anchors
+from graphalign.align.masks import compare_masks
+from graphalign.capture.flash_calls import _read
 from graphalign.capture.training import record_forward
 from graphalign.capture.visible import visible
+from graphalign.engines.flash import stand_in
 from graphalign.ir.inference import Attention
 from graphalign.ir.training import Node
 from graphalign.rules import rules_dir
@@ -29,7 +32,12 @@ def seen(attention: str = "sdpa", bidirectional: bool = False, **config: Any) ->
     sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     sizes |= {"num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 512, "sliding_window": 64}
     made = transformers.AutoConfig.for_model("mistral", **{**sizes, **config})
-    model = transformers.AutoModelForCausalLM.from_config(made, attn_implementation=attention).to(torch.bfloat16).eval()
+    flash = attention == "flash_attention_2"
+    model = (
+        transformers.AutoModelForCausalLM.from_config(made, attn_implementation="sdpa" if flash else attention).to(torch.bfloat16).eval()
+    )
+    if flash:
+        stand_in(model)
     for layer in model.model.layers:
         layer.self_attn.is_causal = not bidirectional
     return [n.kwargs["visible"] for n in record_forward(model).nodes if n.op == "graphalign.attention"]
@@ -225,3 +233,48 @@ def test_flex_attention(window: int | None) -> None:
     """It is recorded uncompiled, with gradients, whatever the head size; its mask is the `BlockMask`'s function."""
     found = {"tokens": 66 if window else 64, "below": 63 if window else None, "above": 0}
     assert seen("flex_attention", sliding_window=window, hidden_size=80, head_dim=40) == [found] * 2
+
+
+def test_what_a_flash_attention_kernel_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers' function runs; its caller's arguments are not what counts."""
+    kernel = {"scale": 8**-0.5, "softcap": 0.0, "dropout": 0.0, "sinks": False}
+    assert seen("flash_attention_2") == [{"tokens": 66, "below": 63, "above": 0, "kernel": kernel}] * 2
+    assert seen("flash_attention_2", sliding_window=None) == [{"tokens": 64, "below": None, "above": 0, "kernel": kernel}] * 2
+    both = {"tokens": 66, "below": 63, "above": 63, "kernel": kernel}
+    assert seen("flash_attention_2", bidirectional=True) == [both] * 2
+    from transformers.integrations import flash_attention as integration
+
+    forward = integration._flash_attention_forward
+
+    def other(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **{**kwargs, "sliding_window": None, "softmax_scale": 0.5, "softcap": 30.0, "dropout": 0.1})
+
+    monkeypatch.setattr(integration, "_flash_attention_forward", other)
+    given = {"scale": 0.5, "softcap": 30.0, "dropout": 0.1, "sinks": False}
+    assert seen("flash_attention_2") == [{"tokens": 66, "below": None, "above": 0, "kernel": given}] * 2
+
+
+def test_what_a_flash_attention_kernel_is_given_is_compared() -> None:
+    kernel = {"scale": 0.5, "softcap": 30.0, "dropout": 0.1, "sinks": True}
+    found = changed("llama_odd", visible={**CAUSAL, "above": None, "kernel": kernel})
+    assert {e.what for e in found.semantic} == {f"attention {x}" for x in ("scale", "soft-cap", "dropout", "sinks", "causality")}
+
+
+def test_packed_sequences_are_not_compared() -> None:
+    call = {"cu_seqlens_q": torch.tensor([0, 5, 8]), "cu_seqlens_k": torch.tensor([0, 5, 8]), "causal": True, "q": torch.zeros(8, 2, 4)}
+    assert _read(call, 8, 8)["unknown"].startswith("packed sequences, which end at [0, 5, 8]")
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "flex_attention"])
+def test_of_many_tokens_some_are_looked_at(attention: str) -> None:
+    """The first, the last, those around every edge that the config names, and some in between."""
+    (mask, same) = seen(attention, sliding_window=600, max_position_embeddings=1024)
+    assert mask == same
+    assert (mask["tokens"], mask["below"], mask["above"]) == (602, 599, 0)
+    assert 100 < len(mask["at"]) < 200
+    assert {0, 47, 598, 599, 600, 601} <= set(mask["at"])
+    for window, what in ((600, set()), (599, {"window"}), (601, {"window"}), (100, {"window"}), (None, {"window"})):
+        found = compare_masks(mask, Attention(layer="x", window=window, causal=True))
+        assert {name for name, _ in found.differences} == what
+        assert not found.unknown
+    assert compare_masks(mask, Attention(layer="x", chunk=256)).differences
