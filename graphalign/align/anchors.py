@@ -45,7 +45,7 @@ def compare_anchors(pair: Pair, al: Alignment) -> Anchors:
         if op.kind != "anchor":
             continue
         if (words := al.other_weight.get(op.id)) is not None:
-            found.append(Difference(op.id, "weight", words))
+            out.differences.append(Difference(op.id, "weight", words))
         for i in al.partners.get(op.id, ())[:1]:
             other = al.inference.ops[i]
             if op.target == "attention" or op.detail.get("parameters"):
@@ -55,10 +55,9 @@ def compare_anchors(pair: Pair, al: Alignment) -> Anchors:
                     continue
                 found, unknown = _attention(op, _shape(pair, op), layer, longest, al.rescaled.get(op.id, 1.0))
                 out.differences += [Difference(op.id, name, why) for name, why in found]
-                if unknown == [OLD]:
-                    out.old += 1
-                elif unknown:
-                    out.unknown[op.id] = "; ".join(x for x in unknown if x != OLD)
+                out.old += OLD in unknown
+                if said := [x for x in unknown if x != OLD]:
+                    out.unknown[op.id] = "; ".join(said)
             elif op.target == "gemm" and bool(op.detail.get("bias")) != bool(other.detail.get("bias")):
                 here, there = ("adds a bias", "adds none") if op.detail.get("bias") else ("adds no bias", "adds one")
                 out.differences.append(Difference(op.id, "bias", f"the trainer's {op.target} {here}, the engine's {there}"))
