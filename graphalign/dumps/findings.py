@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Final
 
@@ -42,7 +43,8 @@ def find(c: Collection, *, resamples: int) -> tuple[list[Finding], Estimate | No
         if copied:
             out.append(_copied())
         else:
-            compared, bias = compare_columns(q, p, np.stack(c.sums), resamples=resamples)
+            names = [k.where for k in c.kept if k.training is not None]
+            compared, bias = compare_columns(q, p, np.stack(c.sums), names, resamples=resamples)
             out += compared
         out += _entropy(c, resamples=resamples)
     return sorted(out, key=lambda f: not f.refuses), bias
@@ -54,7 +56,10 @@ def _faults(c: Collection) -> list[Finding]:
         return []
     fault, entry = max(((f, x) for f, x in c.faults.items() if f is not Fault.UNUSABLE), key=lambda x: x[1].count)
     what = f"{c.left_out} of {usable} rows are faulty, {entry.count} of them: {fault.value}"
-    return [Finding(kind=fault.name.lower(), what=what, where="\n".join(entry.examples), hint=HINTS[fault], refuses=True)]
+    hint = HINTS[fault]
+    if fault in (Fault.ZEROS, Fault.NONE) and c.switches:
+        hint += "\nin the trainer: " + "; or ".join(c.switches)
+    return [Finding(kind=fault.name.lower(), what=what, where="\n".join(entry.examples), hint=hint, refuses=True)]
 
 
 def _precision(c: Collection) -> list[Finding]:
@@ -107,20 +112,24 @@ def _copied() -> Finding:
     )
 
 
-def compare_columns(q: Sequence[Array], p: Sequence[Array], sums: Array, *, resamples: int) -> tuple[list[Finding], Estimate]:
+def compare_columns(
+    q: Sequence[Array], p: Sequence[Array], sums: Array, names: Sequence[str], *, resamples: int
+) -> tuple[list[Finding], Estimate]:
     """Whether two columns are of the same tokens and policy, and of the distribution that sampled.
 
     Args:
         q: the engine's log-probabilities per response, `[tokens]`.
         p: the trainer's.
         sums: `sequence_sums` of their difference; those of more responses if q and p are a sample.
+        names: where each response is from.
         resamples: bootstrap resamples.
     """
     bias = sampling_bias(sums, resamples=resamples)
     try:
         check_agreement(q, p)
     except GapInputError as e:
-        return [Finding(kind="disagreement", what=e.what, where=e.where, hint=e.hint, refuses=True)], bias
+        where = re.sub(r"sequence (\d+)", lambda m: names[int(m[1])], e.where)
+        return [Finding(kind="disagreement", what=e.what, where=where, hint=e.hint, refuses=True)], bias
     return _truncated(sums.sum(0), bias, q, p), bias
 
 

@@ -143,7 +143,7 @@ def score_rows(
     measure_all(variants[:1], found, store, tokens, measure, progress)
     counted = {STOCK: _counting(found[STOCK], masks)}
     sums = sequence_sums([a - b for a, b in zip(engine, counted[STOCK], strict=True)])
-    findings, _ = compare_columns(engine, counted[STOCK], sums, resamples=resamples)
+    findings, _ = compare_columns(engine, counted[STOCK], sums, [k.where for k in kept], resamples=resamples)
     progress("look at the logits", None)
     sampling = _observe(model, tokens, masks, engine, tempered, temperature, autocast)
     findings += findings_of(sampling) if sampling is not None else []

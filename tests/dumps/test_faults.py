@@ -14,6 +14,7 @@ from graphalign.dumps.collect import Collection, collect
 from graphalign.dumps.findings import precision
 from graphalign.dumps.measure import report
 from graphalign.dumps.rows import Fault
+from graphalign.errors import GapInputError
 from graphalign.verify.gap.statistics import summarise
 from tests.dumps import samples
 from tests.gap.data import log_softmax
@@ -249,6 +250,18 @@ def test_responses_in_another_order_are_no_gap(tmp_path: Path) -> None:
     result = report(read(tmp_path, rows), resamples=200)
     assert result.gap is None
     assert "not of the same tokens" in result.findings[0].what
+    assert "furthest apart at x.jsonl line " in result.findings[0].where
+
+
+def test_a_column_that_was_never_computed_names_the_switch(tmp_path: Path) -> None:
+    """NeMo-RL writes zeros for prev_logprobs with force_on_policy_ratio."""
+    rows = samples.nemo(BIG)
+    for row in rows:
+        row["prev_logprobs"] = [[0.0] * len(row["prev_logprobs"][0])]
+        row["sample_loss_mask"] = [0.5]  # a weight, which does count
+    with pytest.raises(GapInputError, match="zeros where log-probabilities should be") as e:
+        report(read(tmp_path, rows, "train_data_step1.jsonl"), resamples=200)
+    assert "force_on_policy_ratio=false" in e.value.hint
 
 
 def test_rows_of_top_tokens_that_hold_everything_were_renormalised(tmp_path: Path) -> None:

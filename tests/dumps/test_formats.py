@@ -220,6 +220,13 @@ def test_the_engine_against_itself_from_two_requests(tmp_path: Path) -> None:
     assert found.engine_gap == summarise(RUN.inference, prefill, resamples=200)
 
 
+def test_prompts_that_were_only_scored_are_no_samples(tmp_path: Path) -> None:
+    path = samples.write_lines(tmp_path / "a.jsonl", samples.prefills(RUN, RUN.inference))
+    with pytest.raises(GapInputError, match="only score 6 prompts") as e:
+        report(read(path), resamples=200)
+    assert "that sampled them" in e.value.hint
+
+
 def test_an_echo_is_not_taken_for_the_response(tmp_path: Path) -> None:
     lines = samples.completions(RUN)
     for i, line in enumerate(lines):
