@@ -36,6 +36,8 @@ def report(c: Collection, *, resamples: int, anyway: bool = False) -> DumpReport
     notes = [*c.notes]
     if c.with_training and c.without_training:
         notes.append(f"{c.without_training} responses have the engine's log-probabilities only: they are not part of the gap")
+    if c.repeated:
+        notes.append(f"{c.repeated} responses are in several files with the same tokens and numbers (ranks that share data?): counted once")
     if len(c.kept) < c.with_training + c.without_training:
         notes.append(
             f"checks of the whole and plots use {len(c.kept)} of {c.with_training + c.without_training} responses, drawn at random"

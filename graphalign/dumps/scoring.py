@@ -188,7 +188,14 @@ def _named(findings: list[Finding], *, refuses: bool = True) -> list[Finding]:
 
 
 def _scorable(c: Collection) -> list[Kept]:
-    kept = [k for k in c.kept if k.row.tokens is not None]
+    # A trainer may write a response twice, when it was sampled and when it was trained on: the one with both columns is taken.
+    once: dict[bytes, Kept] = {}
+    for k in c.kept:
+        if k.row.tokens is not None:
+            key = k.step.encode() + k.row.tokens.tobytes() + k.inference.tobytes()
+            if key not in once or once[key].training is None:
+                once[key] = k
+    kept = list(once.values())
     if not kept:
         raise GapInputError(
             "the dump has no token ids to score",
