@@ -24,6 +24,9 @@ BIAS: Final = 2e-4
 """Probability, cut from the average token, below which it does not matter."""
 SHARE_OF_K3: Final = 0.25
 RELATIVE_ENTROPY: Final = 0.01
+EXPLAINED: Final = 0.2
+"""Share of the variance of d that log p must explain."""
+SLOPE: Final = 0.01
 RAW: Final = 'sample with temperature=1, top_p=1, top_k=0, min_p=0, or start vLLM with logprobs_mode="raw_logprobs" and divide no logits'
 
 
@@ -130,7 +133,7 @@ def compare_columns(
     except GapInputError as e:
         where = re.sub(r"sequence (\d+)", lambda m: names[int(m[1])], e.where)
         return [Finding(kind="disagreement", what=e.what, where=where, hint=e.hint, refuses=True)], bias
-    return _truncated(sums.sum(0), bias, q, p), bias
+    return [*_truncated(sums.sum(0), bias, q, p), *_tempered(q, p)], bias
 
 
 def sampling_bias(sums: Array, *, resamples: int) -> Estimate:
@@ -161,6 +164,26 @@ def _truncated(sums: Array, bias: Estimate, q: Sequence[Array], p: Sequence[Arra
     where = f"on average {bias.value:.2%} of the probability was cut away, up to {most:.1%} at 99 % of the tokens"
     hint = f"top_p, top_k or min_p with processed_logprobs: d = −log of what was kept, at every token, which is not rounding; {RAW}"
     return [Finding(kind="truncated", what=what, where=where, hint=hint, side="inference", refuses=True)]
+
+
+def _tempered(q: Sequence[Array], p: Sequence[Array]) -> list[Finding]:
+    """A temperature near 1 on one side. Rounding moves d up as often as down whatever log p is; a temperature moves it with log p.
+
+    `check_agreement` refuses what is proportional to log p at a glance; this is for 0.95 and the like, where d is small.
+    """
+    log_p = np.concatenate(p)
+    d = np.concatenate(q) - log_p
+    if len(d) < 4 * ENOUGH or not d.std() or not log_p.std():
+        return []
+    correlation = float(np.corrcoef(d, log_p)[0, 1])
+    slope = correlation * float(d.std() / log_p.std())
+    explained = correlation**2
+    if explained < EXPLAINED or abs(slope) < SLOPE or abs(correlation) * np.sqrt(len(d)) < 2 * SIGMAS:
+        return []
+    what = f"d grows with the log-probability (d ≈ {slope:.3g} · log p + const, which explains {explained:.0%} of it): that is not rounding"
+    cause = f"a temperature near {1 / (1 + slope):.3g} on the engine's side only would do this, and so would weights that were not synced"
+    hint = f"{cause}; {RAW}"
+    return [Finding(kind="tempered", what=what, hint=hint, refuses=True)]
 
 
 def _entropy(c: Collection, *, resamples: int) -> list[Finding]:

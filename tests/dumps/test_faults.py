@@ -209,9 +209,12 @@ def test_rounding_alone_is_not_taken_for_truncation(tmp_path: Path) -> None:
         assert abs(result.sampling_bias.value) < 2e-3
 
 
-def test_another_temperature_is_no_gap(tmp_path: Path) -> None:
-    run = samples.run(60, 120, temperature=0.7)
-    run.training = [x.astype(np.float32).astype(np.float64) for x in run.policy.logprobs(1.0)]
+@pytest.mark.parametrize("temperature", [0.7, 0.95, 1.05])
+def test_another_temperature_is_no_gap(temperature: float, tmp_path: Path) -> None:
+    run = samples.run(60, 120, temperature=temperature)
+    rng = np.random.default_rng(2)
+    training = [log_softmax(z + 0.05 * rng.normal(size=z.shape)) for z in run.policy.logits]
+    run.training = [x[np.arange(len(i)), i].astype(np.float32).astype(np.float64) for x, i in zip(training, run.responses, strict=True)]
     result = report(read(tmp_path, samples.own(run)), resamples=500)
     assert result.gap is None
     assert "temperature" in result.findings[0].hint or "temperature" in result.findings[0].what
