@@ -241,7 +241,7 @@ def test_files_that_are_one_piece_of_json(tmp_path: Path) -> None:
     for name, content in (("list.json", samples.completions(RUN)), ("one.json", samples.completions(RUN)[0])):
         path = tmp_path / name
         path.write_text(json.dumps(content, indent=1))
-        assert [k.inference.tolist() for k in read(path).kept][0] == RUN.inference[0].tolist()
+        assert next(k.inference.tolist() for k in read(path).kept) == RUN.inference[0].tolist()
 
 
 def test_a_folder_is_searched_and_steps_are_kept_apart(tmp_path: Path) -> None:
