@@ -146,7 +146,10 @@ def score_rows(
     findings, _ = compare_columns(engine, counted[STOCK], sums, [k.where for k in kept], resamples=resamples)
     progress("look at the logits", None)
     sampling = _observe(model, tokens, masks, engine, tempered, temperature, autocast)
-    findings += findings_of(sampling) if sampling is not None else []
+    looked = findings_of(sampling) if sampling is not None else []
+    if any(f.kind == "processed" for f in looked):
+        findings = []  # the logits say which processing it was, the columns only that something is wrong
+    findings = [*looked, *findings]
     refused = [f for f in findings if f.refuses]
     notes = [*report.notes]
     changes: dict[str, object] = {"sampling": sampling}
