@@ -80,6 +80,7 @@ def source(
             return diff(engine, record_forward(m, tokens=size, logprobs=spec.regime.get("logprobs", DEFAULT)), rules=rules)
 
         shown = verify(reference, generated, again)
+        generated = shown.generated
     contents = files(generated, output, style)
     if check:
         if found := moved(contents):

@@ -100,6 +100,12 @@ class Flow:
         """A value and what it is the same as, back to the op that made it."""
         return {value, *nx.ancestors(self.graph, value)}
 
+    def uncast(self, value: int, stay: set[int]) -> int:
+        """The value of which one is a cast that does nothing, or is gone, in the generated code; `stay`: casts that remain, events."""
+        while (m := self.maker.get(value)) is not None and m not in stay and self.ops[m].op in ("_to_copy", "to"):
+            value = self.ops[m].ins[0]
+        return value
+
     def roots_of(self, value: int) -> set[int]:
         """The ops that made a value."""
         return {i for v in self.chain(value) if (i := self.maker.get(v)) is not None and not self.ops[i].transparent}
