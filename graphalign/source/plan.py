@@ -139,7 +139,7 @@ class Planner:
             span = self._span_doing(at)
             raise PatchError(
                 f"one expression must compute in FP32 in {e.module} and not in {other.module}",
-                where=self.spans.show(span) if span is not None else e.text or f"{e.op} in {e.function}",
+                where=self.spans.show(span) if span is not None else e.text,
                 hint="use `graphalign.apply`, which tells places apart, or leave a group out: `graphalign patch --except GROUP`",
             )
         return a

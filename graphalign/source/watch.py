@@ -37,7 +37,7 @@ class Op:
     here: bool
     """Whether the instrumented file runs it, not another modeling file."""
     text: str = ""
-    """Of another modeling file: its name and the line."""
+    """`line 61`; of another modeling file also its name, and the line's text."""
 
     @property
     def transparent(self) -> bool:
@@ -147,7 +147,11 @@ class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             name = frame.f_code.co_filename
             if name == self.file or is_modeling_file(name):
                 here = name == self.file
-                text = "" if here else f"{relative_file(name)}:{frame.f_lineno} {linecache.getline(name, frame.f_lineno).strip()}"
+                text = (
+                    f"line {frame.f_lineno}"
+                    if here
+                    else f"{relative_file(name)}:{frame.f_lineno} {linecache.getline(name, frame.f_lineno).strip()}"
+                )
                 return frame.f_code.co_qualname, here, text
             frame = frame.f_back
         return "", False, ""

@@ -203,3 +203,17 @@ def test_an_import_of_ours_is_refused() -> None:
     made = file("qwen3_tail")
     with pytest.raises(PatchError, match=r"imports torch\._dynamo"):
         refuse_imports(replace(made, text=made.text + "import torch._dynamo\n"))
+
+
+def test_a_step_inside_a_fused_op_is_refused_with_its_expression() -> None:
+    with pytest.raises(PatchError) as e:
+        file("gpt2")
+    assert e.value.what == "an edit of residual_layernorm is a step inside native_layer_norm, and no expression of a modeling file runs it"
+    assert re.fullmatch(r"line \d+: self.ln_2\(hidden_states\); in transformer.h.0.ln_2", e.value.where)
+
+
+def test_a_write_into_a_tensor_of_the_low_format_reads_rounded() -> None:
+    """Latent attention expands k to all heads and copies it into place: rounded there, the gradients of the heads would add up in FP32."""
+    assert "k_embed = torch.cat([(k1 * cos - k2 * sin).to(torch.bfloat16), (k2 * cos + k1 * sin).to(torch.bfloat16)], dim=-1)" in "\n".join(
+        added("youtu")
+    )
