@@ -71,6 +71,7 @@ class Planner:
             PatchError: two demands meet in one expression and no condition on the layer parts them; names it and its line.
         """
         self._existing_casts()
+        self._idle_casts()
         self._upcasts()
         self._cuts()
         self._dtype_reads()
@@ -98,6 +99,29 @@ class Planner:
             self.changes[span].uncast = True
             self.changes[span].ops |= roots
             self.flow.add_roots(roots)
+
+    def _idle_casts(self) -> None:
+        """Casts that do nothing in the stock model, `x.to(self.weight.dtype)`, and would round what is FP32 in the generated code."""
+        widened = self.flow.widened()
+        for span, events in self.flow.evaluations.items():
+            node = self.spans.nodes[span]
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "to"):
+                continue
+            given = [*node.args, *(k.value for k in node.keywords)]
+            if len(given) != 1 or not ast.unparse(given[0]).endswith(".dtype") or self.changes[span].uncast:
+                continue
+            inner = self.spans.by_place.get(place(node.func.value), -1)
+            before = {self._value(j) for j in self.flow.evaluations[inner]}
+            hot = [j for j in events if self._value(j) in before and widened.get(self._value(j)) and self._unrounded_inside(span, j)]
+            if hot:
+                self.changes[span].uncast = True
+                self.changes[span].ops |= {r for j in hot for r in widened[self._value(j)]}
+
+    def _unrounded_inside(self, span: int, j: int) -> bool:
+        """Whether what is called with a cast's result reads it unrounded."""
+        call = self.spans.call_around(span)
+        end = self._end(call, j) if call is not None else -1
+        return self.flow.low(self._value(j)) and self.flow.read_unrounded(self._value(j), j, end if end > 0 else None)
 
     # -- ops that compute in FP32 -----------------------------------------------------------------------------------------
 

@@ -217,3 +217,10 @@ def test_a_write_into_a_tensor_of_the_low_format_reads_rounded() -> None:
     assert "k_embed = torch.cat([(k1 * cos - k2 * sin).to(torch.bfloat16), (k2 * cos + k1 * sin).to(torch.bfloat16)], dim=-1)" in "\n".join(
         added("youtu")
     )
+
+
+def test_a_cast_that_does_nothing_in_the_stock_model_goes() -> None:
+    """It would round the FP32 stream of the generated one."""
+    found = file("nemotron_h")
+    assert "self.norm(hidden_states.to(dtype=self.norm.weight.dtype))" in found.stock.text
+    assert "self.norm(hidden_states)  # graphalign: residual_rmsnorm" in found.body
