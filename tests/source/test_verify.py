@@ -15,7 +15,7 @@ from tests.source.generated import again, spec, verified
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("name", ["qwen3_tail", "llama_odd", "gemma2_eager", "olmo2", "arcee", "cohere"])
+@pytest.mark.parametrize("name", ["qwen3_tail", "llama_odd", "gemma2_eager", "olmo2", "arcee", "cohere", "youtu", "nemotron_h"])
 def test_generated_files_are_the_patch(name: str) -> None:
     assert verified(name).changed_lines <= 15
 
