@@ -46,7 +46,7 @@ def test_a_site_that_remains_is_noticed() -> None:
 
 
 def test_what_can_be_left_out_unnoticed_is_left_out() -> None:
-    """Exaone 4's attention rounds q and k where they enter it, so that RoPE, which half of the layers run, need not."""
+    """Exaone 4's q and k are rounded behind RoPE and where they enter the attention; one of them is enough."""
     found = verified("exaone4").body
     assert "q_embed = (q * cos) + (rotate_half(q) * sin)\n" in found
-    assert "query_states.to(torch.bfloat16)," in found
+    assert "k_embed = (k * cos) + (rotate_half(k) * sin)\n" in found
