@@ -67,8 +67,10 @@ class Engine:
         from graphalign.capture.inference import capture_inference
         from graphalign.engines.dtypes import words
         from graphalign.engines.examples import resolve_model
+        from graphalign.engines.quantised import refuse_quantised
 
         folder = resolve_model(self.model)
+        refuse_quantised(folder, self.engine_args)  # before it is said that both sides run in BF16
         if said := words(folder, trainer=self.trainer):
             console.warn(said)
         return capture_inference(

@@ -89,7 +89,7 @@ def apply_command(
     console.require_packages("transformers")
     with console.Stages() as stages:
         stages.start("apply")("build the model")
-        trainer = _build(model, loaded, layers, trust_remote_code)
+        trainer = _build(model, loaded, layers, trust_remote_code, read_only=True)
         stages("apply", None)
         import graphalign
         from graphalign.capture.training import record_forward
@@ -229,7 +229,7 @@ def schema(
         write_bytes(output, text.encode() + b"\n")
 
 
-def _build(model: str, spec: PatchSpec, layers: int | None, trust: bool = False) -> Any:
+def _build(model: str, spec: PatchSpec, layers: int | None, trust: bool = False, *, read_only: bool = False) -> Any:
     from graphalign.engines.examples import resolve_model
     from graphalign.engines.trainer import build_trainer
 
@@ -240,6 +240,7 @@ def _build(model: str, spec: PatchSpec, layers: int | None, trust: bool = False)
         dtype=str(regime.get("param_dtype") or "bfloat16"),
         attention=str(regime.get("attention") or "sdpa"),
         trust_remote_code=trust,
+        read_only=read_only,
     )
 
 

@@ -85,7 +85,7 @@ def write_report(report: Report, path: Path) -> str:
         Why there is no page, or no diagrams in it; empty if all went well.
     """
     from graphalign.ir.files import write_bytes
-    from graphalign.render.dot import broken_dot
+    from graphalign.render.dot import why_not
     from graphalign.render.page import render_page
 
     try:
@@ -93,7 +93,7 @@ def write_report(report: Report, path: Path) -> str:
     except Exception as e:
         why = e.what if isinstance(e, GraphalignError) else f"{type(e).__name__}: {e}".splitlines()[0]
         return f"{path} was not written: {why}"
-    return f"{path} has no diagrams: {why}" if (why := broken_dot()) else ""
+    return f"{path} has no diagrams: {why}" if (why := why_not()) else ""
 
 
 def _check_group(report: Report, group: str) -> None:

@@ -82,6 +82,7 @@ def source(
             return diff(engine, recorded, rules=rules)
 
         shown = verify(reference, generated, again)
+        generated = shown.generated
     contents = files(generated, output, style)
     if check:
         if found := moved(contents):

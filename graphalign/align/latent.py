@@ -60,7 +60,7 @@ def latent(capture: TrainingGraph, inside: list[int], parameters: set[int], read
             gone.add(n)
     if projection not in gone or any(v in capture.outputs for v in made):
         return "what its projection returns is read outside"
-    kwargs = {"own": True, "parameters": dict(attention.kwargs), "heads_first": attention.op != OP}
+    kwargs = {"own": True, "parameters": capture.parameters(attention), "heads_first": attention.op != OP}
     args = tuple({"v": v} for v in (query, activation[0], shared[0]))
     return Node(op="graphalign.composite", args=args, kwargs=kwargs, outputs=attention.outputs[:1], module=attention.module,
                 source=attention.source), sorted(gone)  # fmt: skip

@@ -5,6 +5,8 @@ The pattern is a softmax between two products of activations. Masks and biases t
 
 from __future__ import annotations
 
+from typing import Any
+
 from graphalign.align.nodes import HEADS_FIRST, values_read
 from graphalign.evaluate.aten import MATMULS, TRANSPARENT, VIEWS, base, is_pointwise
 from graphalign.ir.training import Node, TrainingGraph, Value
@@ -12,6 +14,12 @@ from graphalign.ir.training import Node, TrainingGraph, Value
 OP = "aten.scaled_dot_product_attention.default"
 SOFTMAX = frozenset({"softmax", "_softmax", "_safe_softmax"})
 FACTOR = frozenset({"mul", "div"})
+ALLOWED = frozenset({"nan_to_num"})
+"""Between the softmax and the values: what it does to rows that read no key."""
+MASKING = frozenset({"add", "sub", "masked_fill", "where"})
+"""With tensors that depend on positions only: they are in what `Mask` records."""
+LEAST = -9e3
+"""A bound below every score that occurs."""
 
 
 def fold_attention(capture: TrainingGraph) -> TrainingGraph:
@@ -31,6 +39,7 @@ def fold_attention(capture: TrainingGraph) -> TrainingGraph:
 class _Graph:
     def __init__(self, capture: TrainingGraph) -> None:
         self.capture, self.nodes = capture, capture.nodes
+        self.masks = {m.value: m.visible for m in capture.masks}
         self.values: dict[int, Value] = {i.value.id: i.value for i in capture.inputs}
         self.origin: dict[int, int] = {}
         self.readers: dict[int, list[int]] = {}
@@ -58,8 +67,9 @@ class _Graph:
 
     def attention(self, softmax: int) -> tuple[int, Node, set[int]] | None:
         """The node at which the attention ends, what stands for it, and the nodes that it stands for."""
-        scores, scale = self._up(_reads(self.nodes[softmax])[0])
-        context = self._down(softmax)
+        odd: dict[str, None] = {}
+        scores, scale = self._up(_reads(self.nodes[softmax])[0], odd)
+        context = self._down(softmax, odd)
         if scores is None or context is None:
             return None
         product, (weights, values) = self.nodes[context[0]], context[1]
@@ -86,7 +96,13 @@ class _Graph:
         for n in sorted(self.dead):  # weights returned for nobody
             if n > scores and any(self.origin.get(v) in gone for v in _reads(self.nodes[n])):
                 gone.add(n)
-        kwargs = {"scale": scale if scale is not None else "unknown"}
+        kwargs: dict[str, Any] = {"scale": scale if scale is not None else "unknown", "odd": list(odd)}
+        if (
+            seen := next((self.masks[o.id] for o in self.nodes[softmax].outputs if o is not None and o.id in self.masks), None)
+        ) is not None:
+            kwargs["visible"] = seen
+        elif self.masks:
+            kwargs["visible"] = {"unknown": "its softmax was not seen in the forward of many tokens"}
         return end, Node(op=OP, args=tuple({"v": v} for v in operands), kwargs=kwargs, outputs=(result,), module=product.module,
                          source=self.nodes[softmax].source), gone  # fmt: skip
 
@@ -94,7 +110,15 @@ class _Graph:
         """A product's factors that are activations."""
         return [v for v in _reads(self.nodes[n]) if v not in self.passive]
 
-    def _up(self, value: int) -> tuple[int | None, float | None]:
+    def _ordinary(self, node: Node) -> bool:
+        """Whether a step between the scores and the softmax, or behind it, is a mask or a factor."""
+        name = base(node.op)
+        if name in ("clamp", "clamp_min", "maximum"):
+            bound = node.kwargs.get("min", node.args[1] if len(node.args) > 1 else None)
+            return isinstance(bound, int | float) and bound <= LEAST and len(node.args) <= 2 and node.kwargs.get("max") is None
+        return name in TRANSPARENT | MASKING | FACTOR
+
+    def _up(self, value: int, odd: dict[str, None]) -> tuple[int | None, float | None]:
         """From a softmax's operand to the product of two activations that it comes from, and what the scores are multiplied by."""
         scale: float | None = 1.0
         while (n := self.origin.get(value)) is not None:
@@ -108,6 +132,8 @@ class _Graph:
             if base(node.op) in FACTOR:
                 factor = self._factor(node)
                 scale = scale * factor if scale is not None and factor is not None else None
+            elif not self._ordinary(node):
+                odd[base(node.op)] = None
             value = live[0]
         return None, None
 
@@ -118,7 +144,7 @@ class _Graph:
             return None
         return float(number) if base(node.op) == "mul" else 1.0 / number
 
-    def _down(self, n: int) -> tuple[int, tuple[int, int]] | None:
+    def _down(self, n: int, odd: dict[str, None]) -> tuple[int, tuple[int, int]] | None:
         """From a softmax to the product of its result with another activation: the node and its factors."""
         while True:
             outs = [o.id for o in self.nodes[n].outputs if o is not None]
@@ -132,6 +158,8 @@ class _Graph:
                 return (n, (live[0], live[1])) if len(live) == 2 and live[0] in outs else None
             if len(live) != 1 or not (base(self.nodes[n].op) in TRANSPARENT or is_pointwise(self.nodes[n].op)):
                 return None
+            if base(self.nodes[n].op) not in TRANSPARENT | ALLOWED:
+                odd[base(self.nodes[n].op)] = None
 
     def _result(self, n: int) -> tuple[int, Value | None]:
         """What an attention returns, [batch, heads, tokens, size], and the node that shows it so."""

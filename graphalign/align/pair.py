@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from graphalign.align.composite import fold, rename
+from graphalign.align.dropped import Drawn, take_out
 from graphalign.align.nodes import HEADS_FIRST
 from graphalign.align.opwise import fold_attention
 from graphalign.align.positions import choose_positions, recorded_at, refuse_other_branch
@@ -56,6 +57,8 @@ class Pair:
     """In words, which of several compile ranges this is, and where the others round differently."""
     whole: TrainingGraph = field(kw_only=True)
     """The training capture before composite anchors were made of its modules."""
+    drawn: tuple[Drawn, ...] = ()
+    """Where the trainer's values depend on random numbers."""
     shallow: int = SHALLOW
     """Up to this many layers, every layer has values of its own in the check; in more layers they take turns."""
     steps: dict[int, Made] = field(default_factory=dict)
@@ -125,7 +128,7 @@ def prepare(inference: InferenceGraph, training: TrainingGraph, rules: Path, *, 
     check_same_model(inference, training)
     inference, ranges = decode_range(inference, rules, training.header.tokens)
     inference = rename(inference, training)
-    training = _learned_buffers(inference, training)
+    training, drawn = take_out(_learned_buffers(inference, training))
     known = load_opaque_ops(rules)
     inference = unwrap(inference, known)
     ti = trace_inference.Tracer(inference, known)
@@ -149,6 +152,7 @@ def prepare(inference: InferenceGraph, training: TrainingGraph, rules: Path, *, 
         share,
         shards=shards,
         ranges=ranges,
+        drawn=drawn,
         shallow=shallow,
         whole=training,
     )

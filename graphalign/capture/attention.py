@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from graphalign.capture.flash_calls import kernel_call
+from graphalign.capture.probe import FUNCTION, note, note_call, probing
 from graphalign.capture.recorder import active, anchor_scope
-from graphalign.capture.visible import note_call, probing
-
-OP = "graphalign.attention"
+from graphalign.engines.flash import stands_in
 
 _RENAMED = {"s_aux": "sinks"}
 _KEPT = frozenset({"sliding_window", "softcap", "s_aux", "sinks", "dropout", "position_bias", "num_key_value_groups"})
@@ -61,10 +61,11 @@ def one_sequence() -> Iterator[None]:
     """Within the block, jumps in `position_ids` are not taken for the borders of packed sequences.
 
     Transformers 5 (seen on 5.19) looks for position steps other than 1 when there is no attention mask, and builds a block-diagonal
-    mask. Recorded positions are spread, not packed; without this every attention call would take a mask it does not take in training.
+    mask; so does its function for FlashAttention. Recorded positions are spread, not packed; without this every attention call would take
+    a mask it does not take in training.
     """
     try:
-        from transformers import masking_utils
+        from transformers import masking_utils, modeling_flash_attention_utils
     except ImportError:
         yield
         return
@@ -72,11 +73,15 @@ def one_sequence() -> Iterator[None]:
     if saved is None:  # before packed detection existed
         yield
         return
+    flash: Any = modeling_flash_attention_utils
+    packed = flash._is_packed_sequence
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    flash._is_packed_sequence = lambda position_ids, batch_size: False
     try:
         yield
     finally:
         masking_utils.find_packed_sequence_indices = saved
+        flash._is_packed_sequence = packed
 
 
 def wrap(fn: Callable[..., Any], implementation: str | None) -> Callable[..., Any]:
@@ -92,14 +97,20 @@ def wrap(fn: Callable[..., Any], implementation: str | None) -> Callable[..., An
     @functools.wraps(fn)
     def attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if probing():
+            if "flash" in str(implementation):
+                result, found = kernel_call(
+                    functools.partial(fn, module, query, key, value, *args, **kwargs), str(implementation), query.shape[2], key.shape[2]
+                )
+                note("function", lambda: found)
+                return result
             given = args[0] if args else kwargs.get("attention_mask")
             return note_call(module, query, key, value, given, attributes(module, query, key, given, kwargs, implementation))
-        if getattr(fn, "_graphalign_stand_in", False) and (recorder := active()) is not None:
+        if stands_in(implementation) and (recorder := active()) is not None:
             recorder.note(f"{implementation} is not installed here: a stand-in attends, with the same operands and parameters")
         run = functools.partial(fn, module, query, key, value, *args, **kwargs)
         mask = args[0] if args else kwargs.get("attention_mask")
         operands = _as_autocast_does(fn, module, (query, key, value), args, kwargs)
-        return anchor_scope(OP, run, operands, attributes(module, query, key, mask, kwargs, implementation))
+        return anchor_scope(FUNCTION, run, operands, attributes(module, query, key, mask, kwargs, implementation))
 
     attention._graphalign_original = fn  # type: ignore[attr-defined]
     return attention

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from graphalign.capture.tensors import TensorTable
+from graphalign.engines.products import Run, call
 from graphalign.errors import CaptureFailedError
 from graphalign.ir.compiled import GeneratedCode, module_ids, rebase, trace_source
 from graphalign.ir.frames import SourceTable, caller
@@ -57,11 +58,12 @@ class Recorder(TorchDispatchMode):
             A parameter that has several names (tied) is one input, under the first.
         inputs: run-time tensors by name (`input_ids`, `position_ids`).
         watch: sees the tensors of every op that is recorded.
+        run: calls every op that is recorded, with the same result as the op itself.
     """
 
-    def __init__(self, module: nn.Module, inputs: Mapping[str, torch.Tensor], watch: Watch | None = None) -> None:
+    def __init__(self, module: nn.Module, inputs: Mapping[str, torch.Tensor], watch: Watch | None = None, run: Run = call) -> None:
         super().__init__()
-        self._watch = watch
+        self._watch, self._run = watch, run
         self._unnamed = False
         self._values: list[Value] = []
         self._inputs: list[Input] = []
@@ -78,6 +80,8 @@ class Recorder(TorchDispatchMode):
         self._source: int | None = None
         self._placed = ""
         self._known = _named_tensors(module, inputs)
+        self.traced = False
+        """Whether ops ran that Dynamo had traced: the model has compiled parts."""
         self._keep = module  # ids in the tables above stay valid
 
     @classmethod
@@ -134,7 +138,7 @@ class Recorder(TorchDispatchMode):
         # Arguments first: the op may write into them.
         enc_args, enc_kwargs = tuple(self.encode(a) for a in args), {k: self.encode(v) for k, v in kwargs.items()}
         done = self._watch(str(func), func, args, kwargs) if self._watch is not None else None
-        out = func(*args, **kwargs)
+        out = self._run(func, args, kwargs)
         written = _written(func, args, kwargs)
         ids = {id(t) for t in written}
         results = _flat(out)
@@ -157,6 +161,7 @@ class Recorder(TorchDispatchMode):
         node = self._generated.node(frame) if self._generated is not None else None
         if node is None:
             return self.module, self._sources.locate(frame)
+        self.traced = True
         traced = next((self._modules[i] for i in module_ids(node) if i in self._modules), self.module)
         module = rebase(traced, self.module, self._names)
         source = trace_source(node)
@@ -327,9 +332,9 @@ def anchor_scope(
 
 
 @contextmanager
-def record(module: nn.Module, inputs: Mapping[str, torch.Tensor], watch: Watch | None = None) -> Iterator[Recorder]:
+def record(module: nn.Module, inputs: Mapping[str, torch.Tensor], watch: Watch | None = None, run: Run = call) -> Iterator[Recorder]:
     """Record what runs inside the `with` block. Call `finish` on the recorder after it."""
-    recorder = Recorder(module, inputs, watch)
+    recorder = Recorder(module, inputs, watch, run)
     with warnings.catch_warnings():
         # An OptimizedModule warns that global hooks fire once more for itself; that push and pop is harmless (torch 2.13).
         warnings.filterwarnings("ignore", message="Using `torch.compile\\(module\\)` when there are global hooks")
@@ -356,6 +361,7 @@ def _content(t: torch.Tensor) -> str | None:
     if t.numel() * t.element_size() > MAX_DATA or t.is_meta or t.layout != torch.strided:
         return None
     flat = t.detach().to("cpu", copy=True).resolve_conj().resolve_neg().contiguous().reshape(-1)
+    flat = flat.as_strided((flat.numel(),), (1,))  # one element may have any stride, and keeps it (torch 2.13)
     return base64.b64encode(flat.view(torch.uint8).numpy().tobytes()).decode() if flat.numel() else ""
 
 

@@ -16,18 +16,20 @@ import torch
 from torch import nn
 
 from graphalign.capture.adapted import no_compiled_kernels, refuse_compiled, without_adapters
-from graphalign.capture.attention import OP, composite_attention, one_sequence
+from graphalign.capture.attention import composite_attention, one_sequence
 from graphalign.capture.finite import refuse_broken, require_numbers
+from graphalign.capture.flex import uncompiled_flex
+from graphalign.capture.probe import FUNCTION, attach, kind, named_edges, probe, probe_length
 from graphalign.capture.recorder import Recorder, Watch, anchor_scope, record
 from graphalign.capture.shorter import alike
-from graphalign.capture.visible import probe_length, record_masks
 from graphalign.engines.model_folder import code_left_out, has_weights
+from graphalign.engines.products import runner
 from graphalign.engines.trainer import build_trainer, parse_dtype
 from graphalign.errors import BadInputError, CaptureFailedError, GraphalignError
 from graphalign.ir.asked import questions
 from graphalign.ir.config import config_digest
 from graphalign.ir.frames import file_digest, is_modeling_file, relative_file
-from graphalign.ir.training import Header, Node, TrainingGraph
+from graphalign.ir.training import Header, Mask, Node, TrainingGraph
 from graphalign.logprobs import DEFAULT, LogProbabilities, find_function, name_of, refuse_nan, take
 
 DEFAULT_POSITIONS = 2048
@@ -83,7 +85,7 @@ def capture_training(
         module, name = model, type(model).__name__
     elif model is not None:
         say(f"building {Path(model).name}")
-        module = build_trainer(model, layers, dtype, attention, weights, trust_remote_code=trust_remote_code)
+        module = build_trainer(model, layers, dtype, attention, weights, trust_remote_code=trust_remote_code, read_only=True)
         name = Path(model).resolve().name
         if weights != "dummy" and has_weights(Path(model)):  # random ones of a large model are not to be read through
             refuse_broken(module)
@@ -141,7 +143,14 @@ def record_forward(
     args, kwargs, notes = call_arguments(module, inputs)
     cast = torch.autocast(device.type, dtype=parse_dtype(autocast) if autocast else None, enabled=autocast is not None)
     try:
-        with one_sequence(), composite_attention(), torch.set_grad_enabled(grad), cast, record(module, inputs, watch) as recorder:
+        with (
+            one_sequence(),
+            uncompiled_flex(),
+            composite_attention(),
+            torch.set_grad_enabled(grad),
+            cast,
+            record(module, inputs, watch, runner(module)) as recorder,
+        ):
             output = logits_of(module(*args, **kwargs), module)
             with recorder.paused():
                 require_numbers(output, module, lambda: module(*args, **kwargs))
@@ -156,12 +165,22 @@ def record_forward(
             hint="run it once without graphalign on the same inputs; give a factory that returns a module whose forward takes input_ids",
         ) from e
     recording = recorder.finish([output])
-    nodes, unseen = _with_masks(module, recording.nodes, text, positions, device) if ids is None else (recording.nodes, [])
+    nodes = recording.nodes
+    masks: tuple[Mask, ...] = ()
+    if ids is None and not recorder.traced:  # a patched model's compiled layers would be compiled again for more tokens
+        nodes, masks = _with_masks(module, recording.nodes, text, positions, device)
     shorter: Literal["", "same", "other"] = ""
     if ids is None and questions(recording.inputs, nodes):
         inputs["position_ids"] = torch.arange(tokens, device=device)[None]
         args, kwargs, _ = call_arguments(module, inputs)
-        with one_sequence(), composite_attention(), torch.set_grad_enabled(grad), cast, record(module, inputs) as recorder:
+        with (
+            one_sequence(),
+            uncompiled_flex(),
+            composite_attention(),
+            torch.set_grad_enabled(grad),
+            cast,
+            record(module, inputs, None, runner(module)) as recorder,
+        ):
             output = logits_of(module(*args, **kwargs), module)
         shorter = "same" if alike(recording, recorder.finish([output])) else "other"
     base = _unwrapped(module)
@@ -183,31 +202,35 @@ def record_forward(
         },
         tokens=tokens,
         shorter=shorter,
-        notes=(*notes, *recording.notes, *unseen),
+        notes=(*notes, *recording.notes),
     )
-    return TrainingGraph(header=header, inputs=recording.inputs, nodes=nodes, outputs=recording.outputs, sources=recording.sources)
+    return TrainingGraph(
+        header=header, inputs=recording.inputs, nodes=nodes, outputs=recording.outputs, sources=recording.sources, masks=masks
+    )
 
 
 def _with_masks(
     module: nn.Module, nodes: tuple[Node, ...], config: Any, positions: int, device: torch.device
-) -> tuple[tuple[Node, ...], list[str]]:
-    """The nodes, attention calls with the keys that they may read; or notes that say why they are not known."""
-    calls = [n for n, node in enumerate(nodes) if node.op == OP]
-    if not calls:
-        return nodes, []
+) -> tuple[tuple[Node, ...], tuple[Mask, ...]]:
+    """The nodes, calls of attention functions with the keys that they may read, and what other attention reads."""
+    if all(kind(node.op) is None for node in nodes):
+        return nodes, ()
     tokens = probe_length(config, positions)
     inputs = {name: torch.arange(tokens, device=device)[None] for name in ("input_ids", "position_ids")}
     args, kwargs, _ = call_arguments(module, {**inputs, "input_ids": torch.zeros_like(inputs["input_ids"])})
     try:
-        with one_sequence(), composite_attention():
-            seen = record_masks(lambda: module(*args, **kwargs))
+        with one_sequence(), uncompiled_flex(), composite_attention():
+            found = attach(nodes, probe(lambda: module(*args, **kwargs), tokens, device, named_edges(config)))
+        why = "its attention calls differ with the length"
     except Exception as e:  # any model's forward may need real numbers
-        why = f"{type(e).__name__}: {e}".splitlines()[0]
-        return nodes, [f"attention masks are not recorded, so neither causality nor windows are compared: {why}"]
-    if len(seen) != len(calls):
-        return nodes, ["attention masks are not recorded, so neither causality nor windows are compared: the calls differ with the length"]
-    known = dict(zip(calls, seen, strict=True))
-    return tuple(n.model_copy(update={"kwargs": {**n.kwargs, "visible": known[i]}}) if i in known else n for i, n in enumerate(nodes)), []
+        found, why = None, f"the forward of {tokens} tokens failed: {type(e).__name__}: {e}".splitlines()[0][:300]
+    if found is None:
+        found = [(node, {"unknown": why}) for node in nodes if kind(node.op) is not None]
+    known = {id(node): visible for node, visible in found}
+    masks = tuple(Mask(value=n.outputs[0].id, visible=known[id(n)]) for n in nodes if n.op != FUNCTION and id(n) in known and n.outputs[0])
+    return tuple(
+        n.model_copy(update={"kwargs": {**n.kwargs, "visible": known[id(n)]}}) if n.op == FUNCTION and id(n) in known else n for n in nodes
+    ), masks
 
 
 def _tail_regime(logprobs: str | LogProbabilities | None) -> dict[str, Any]:

@@ -43,7 +43,7 @@ class Mask(Column):
     """Which tokens count: 1 or true for those that were sampled and are trained on. All masks of a format must say so."""
 
     per: Literal["token", "row"] = "token"
-    """`row`: one number for the whole record."""
+    """`row`: one number for the whole record, 0 if it does not count; it may be a weight."""
     optional: bool = False
     """The field may be missing or null: every token counts."""
 

@@ -6,6 +6,7 @@ A dump may be larger than memory, so no more responses are kept than have `SAMPL
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,8 @@ PROBABILITIES: Final = (0.0, 0.01, 0.1, 0.5, 0.9, 0.99)
 CLIP: Final = 0.2
 """PPO's usual clip range: a token's ratio p/q outside of 1 ± this."""
 EXAMPLES: Final = 3
+SHORTEST: Final = 8
+"""Tokens from which two equal responses in different files are taken for one."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,10 @@ class Collection:
     faults: dict[Fault, LeftOut] = field(default_factory=dict)
     empty: int = 0
     """Rows without a token that counts: truncated, filtered, or all of it written by tools."""
+    repeated: int = 0
+    """Rows that another file has too, with the same tokens and numbers: ranks that share data, or a file given twice."""
+    seen: dict[bytes, int] = field(default_factory=dict)
+    """Digest of a row to the file that had it first."""
     rows: int = 0
     with_training: int = 0
     without_training: int = 0
@@ -163,12 +170,24 @@ def _read(
                 out.empty += 1
             elif (found := fault_of(row)) is not None:
                 _leave_out(out, found[0], f"{row.where}: {found[1]}")
+            elif _seen(out, row, len(out.files)):
+                out.repeated += 1
             else:
                 _add(out, reservoir, row)
                 file.used += 1
                 file.tokens += int(row.keep.sum())
                 if limit is not None and reservoir.offered >= limit:
                     return
+
+
+def _seen(out: Collection, row: Row, file: int) -> bool:
+    """Whether another file has this row. Short responses come again by themselves, and equal ones in one file are samples of one prompt."""
+    if row.keep.sum() < SHORTEST:
+        return False
+    digest = hashlib.blake2b(digest_size=16)
+    for x in (row.tokens, row.inference[row.keep], None if row.training is None else row.training[row.keep]):
+        digest.update(b"-" if x is None else np.ascontiguousarray(x).tobytes())
+    return out.seen.setdefault(digest.digest(), file) != file
 
 
 def _leave_out(out: Collection, fault: Fault, example: str) -> None:

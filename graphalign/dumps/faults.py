@@ -77,7 +77,7 @@ def _mask_shift(row: Row) -> str | None:
         return 0 <= i < len(q) and bool(np.isfinite(q[i])) and q[i] != 0
 
     def empty(i: int) -> bool:
-        return 0 <= i < len(q) and q[i] == 0 and p[i] < 0
+        return 0 <= i < len(q) and q[i] == 0 and p[i] < -0.01  # a token that both sides are sure of has a 0 too
 
     if empty(first) and filled(first + 1) and filled(last + 1):
         return f"position {first} counts, where inference has 0, and {last + 1} does not, where it has {q[last + 1]:.4g}"

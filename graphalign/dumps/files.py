@@ -75,7 +75,7 @@ def _readable(path: Path) -> bool:
 
 
 def read_lines(path: Path, progress: Progress | None = None) -> Iterator[Record]:
-    """Every line of a JSON-lines file, or every element of a file that is one JSON list; gzip is undone.
+    """Every line of a JSON-lines file, or every element of one JSON list, or one indented object; gzip is undone.
 
     Raises:
         BadInputError: not JSON, cut short, damaged; names the line.
@@ -91,6 +91,9 @@ def read_lines(path: Path, progress: Progress | None = None) -> Iterator[Record]
                 if not (line := line.strip()):
                     continue
                 if last is None and line.startswith(b"["):
+                    yield from _whole(line + stream.read(LONGEST_LINE), path)
+                    return
+                if last is None and line == b"{":  # one object, indented
                     yield from _whole(line + stream.read(LONGEST_LINE), path)
                     return
                 last = line
@@ -127,7 +130,7 @@ def _whole(text: bytes, path: Path) -> Iterator[Record]:
         found = json.loads(text)
     except (ValueError, RecursionError) as e:
         raise BadInputError(f"{path} is not JSON: {str(e).splitlines()[0]}", where=str(path), hint="give JSON lines") from None
-    for i, value in enumerate(found):
+    for i, value in enumerate(found if isinstance(found, list) else [found]):
         yield Record(f"{path.name} element {i}", value)
 
 

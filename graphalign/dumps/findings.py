@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Final
 
@@ -23,6 +24,9 @@ BIAS: Final = 2e-4
 """Probability, cut from the average token, below which it does not matter."""
 SHARE_OF_K3: Final = 0.25
 RELATIVE_ENTROPY: Final = 0.01
+EXPLAINED: Final = 0.2
+"""Share of the variance of d that log p must explain."""
+SLOPE: Final = 0.01
 RAW: Final = 'sample with temperature=1, top_p=1, top_k=0, min_p=0, or start vLLM with logprobs_mode="raw_logprobs" and divide no logits'
 
 
@@ -42,7 +46,8 @@ def find(c: Collection, *, resamples: int) -> tuple[list[Finding], Estimate | No
         if copied:
             out.append(_copied())
         else:
-            compared, bias = compare_columns(q, p, np.stack(c.sums), resamples=resamples)
+            names = [k.where for k in c.kept if k.training is not None]
+            compared, bias = compare_columns(q, p, np.stack(c.sums), names, resamples=resamples)
             out += compared
         out += _entropy(c, resamples=resamples)
     return sorted(out, key=lambda f: not f.refuses), bias
@@ -54,7 +59,10 @@ def _faults(c: Collection) -> list[Finding]:
         return []
     fault, entry = max(((f, x) for f, x in c.faults.items() if f is not Fault.UNUSABLE), key=lambda x: x[1].count)
     what = f"{c.left_out} of {usable} rows are faulty, {entry.count} of them: {fault.value}"
-    return [Finding(kind=fault.name.lower(), what=what, where="\n".join(entry.examples), hint=HINTS[fault], refuses=True)]
+    hint = HINTS[fault]
+    if fault in (Fault.ZEROS, Fault.NONE) and c.switches:
+        hint += "\nin the trainer: " + "; or ".join(c.switches)
+    return [Finding(kind=fault.name.lower(), what=what, where="\n".join(entry.examples), hint=hint, refuses=True)]
 
 
 def _precision(c: Collection) -> list[Finding]:
@@ -107,21 +115,25 @@ def _copied() -> Finding:
     )
 
 
-def compare_columns(q: Sequence[Array], p: Sequence[Array], sums: Array, *, resamples: int) -> tuple[list[Finding], Estimate]:
+def compare_columns(
+    q: Sequence[Array], p: Sequence[Array], sums: Array, names: Sequence[str], *, resamples: int
+) -> tuple[list[Finding], Estimate]:
     """Whether two columns are of the same tokens and policy, and of the distribution that sampled.
 
     Args:
         q: the engine's log-probabilities per response, `[tokens]`.
         p: the trainer's.
         sums: `sequence_sums` of their difference; those of more responses if q and p are a sample.
+        names: where each response is from.
         resamples: bootstrap resamples.
     """
     bias = sampling_bias(sums, resamples=resamples)
     try:
         check_agreement(q, p)
     except GapInputError as e:
-        return [Finding(kind="disagreement", what=e.what, where=e.where, hint=e.hint, refuses=True)], bias
-    return _truncated(sums.sum(0), bias, q, p), bias
+        where = re.sub(r"sequence (\d+)", lambda m: names[int(m[1])], e.where)
+        return [Finding(kind="disagreement", what=e.what, where=where, hint=e.hint, refuses=True)], bias
+    return [*_truncated(sums.sum(0), bias, q, p), *_tempered(q, p)], bias
 
 
 def sampling_bias(sums: Array, *, resamples: int) -> Estimate:
@@ -152,6 +164,26 @@ def _truncated(sums: Array, bias: Estimate, q: Sequence[Array], p: Sequence[Arra
     where = f"on average {bias.value:.2%} of the probability was cut away, up to {most:.1%} at 99 % of the tokens"
     hint = f"top_p, top_k or min_p with processed_logprobs: d = −log of what was kept, at every token, which is not rounding; {RAW}"
     return [Finding(kind="truncated", what=what, where=where, hint=hint, side="inference", refuses=True)]
+
+
+def _tempered(q: Sequence[Array], p: Sequence[Array]) -> list[Finding]:
+    """A temperature near 1 on one side. Rounding moves d up as often as down whatever log p is; a temperature moves it with log p.
+
+    `check_agreement` refuses what is proportional to log p at a glance; this is for 0.95 and the like, where d is small.
+    """
+    log_p = np.concatenate(p)
+    d = np.concatenate(q) - log_p
+    if len(d) < 4 * ENOUGH or not d.std() or not log_p.std():
+        return []
+    correlation = float(np.corrcoef(d, log_p)[0, 1])
+    slope = correlation * float(d.std() / log_p.std())
+    explained = correlation**2
+    if explained < EXPLAINED or abs(slope) < SLOPE or abs(correlation) * np.sqrt(len(d)) < 2 * SIGMAS:
+        return []
+    what = f"d grows with the log-probability (d ≈ {slope:.3g} · log p + const, which explains {explained:.0%} of it): that is not rounding"
+    cause = f"a temperature near {1 / (1 + slope):.3g} on the engine's side only would do this, and so would weights that were not synced"
+    hint = f"{cause}; {RAW}"
+    return [Finding(kind="tempered", what=what, hint=hint, refuses=True)]
 
 
 def _entropy(c: Collection, *, resamples: int) -> list[Finding]:

@@ -36,6 +36,8 @@ def report(c: Collection, *, resamples: int, anyway: bool = False) -> DumpReport
     notes = [*c.notes]
     if c.with_training and c.without_training:
         notes.append(f"{c.without_training} responses have the engine's log-probabilities only: they are not part of the gap")
+    if c.repeated:
+        notes.append(f"{c.repeated} responses are in several files with the same tokens and numbers (ranks that share data?): counted once")
     if len(c.kept) < c.with_training + c.without_training:
         notes.append(
             f"checks of the whole and plots use {len(c.kept)} of {c.with_training + c.without_training} responses, drawn at random"
@@ -59,13 +61,19 @@ def report(c: Collection, *, resamples: int, anyway: bool = False) -> DumpReport
 
 
 def _nothing(c: Collection) -> GapInputError:
+    if not c.rows and c.answers.scored:
+        return GapInputError(
+            f"the answers only score {len(c.answers.scored)} prompts (prompt_logprobs): nobody sampled these tokens",
+            where=", ".join(f.path.name for f in c.files),
+            hint="give the answers that sampled them too: a prompt is paired with the prompt and answer of the same tokens",
+        )
     if not c.rows:
         return GapInputError("the dump has no rows", where=", ".join(f.path.name for f in c.files), hint="look at --step, if it was given")
     if c.faults:
         fault, entry = max(c.faults.items(), key=lambda x: x[1].count)
         hint = HINTS[fault]
-        if fault is Fault.NONE and c.switches:
-            hint += ": " + "; or ".join(c.switches)
+        if fault in (Fault.NONE, Fault.ZEROS) and c.switches:
+            hint += "\nin the trainer: " + "; or ".join(c.switches)
         return GapInputError(f"none of {c.rows} rows can be used; {entry.count}: {fault.value}", where="\n".join(entry.examples), hint=hint)
     return GapInputError(
         f"no token of {c.rows} rows counts", where=", ".join(f.path.name for f in c.files), hint="every mask is 0; was the batch filtered?"

@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from graphalign.dumps.adapters import Adapter, Column, Layout, look_up
+from graphalign.dumps.adapters import Adapter, Column, Layout, Mask, look_up
 from graphalign.dumps.files import Record
 
 Array = NDArray[np.float64]
@@ -129,7 +129,7 @@ def _row(value: Any, a: Adapter, where: str, path: str) -> Row:
     raw = {name: _numbers(get(c.field), c.field) for name, c in columns.items()}
     if raw["inference"] is None:
         raise _RowError(Fault.NONE, f"{a.inference.field} is null or missing")
-    masks = [(m, _mask(get(m.field), m.field, optional=m.optional)) for m in a.masks]
+    masks = [(m, _mask(get(m.field), m)) for m in a.masks]
     whole = any(c.layout is not Layout.RESPONSE for c in (*columns.values(), *(m for m, _ in masks if m.per == "token")))
     size = len(tokens) if whole and tokens is not None else response if response is not None else len(raw["inference"])
     keep = np.ones(size, np.bool_)
@@ -227,15 +227,16 @@ def _ids(value: Any, name: str) -> Ids | None:
     return found.astype(np.int64)
 
 
-def _mask(value: Any, name: str, *, optional: bool) -> Kept | None:
+def _mask(value: Any, mask: Mask) -> Kept | None:
+    name = mask.field
     if value is None:
-        if optional:
+        if mask.optional:
             return None
         raise _RowError(Fault.MASK, f"{name} is null or missing")
     found = _numbers(value if isinstance(value, list) or np.ndim(value) else [value], name)
-    if found is None or not np.isin(found, (0, 1)).all():
+    if found is None or not (np.isfinite(found).all() if mask.per == "row" else np.isin(found, (0, 1)).all()):
         raise _RowError(Fault.MASK, f"{name} holds other values than 0 and 1")
-    return np.asarray(found == 1, np.bool_)
+    return np.asarray(found != 0, np.bool_)
 
 
 def _integer(value: Any, name: str) -> int | None:

@@ -33,6 +33,8 @@ NEAR: Final = 0.02
 """|log T| below which a temperature counts as 1 (as in verify.gap.temperature)."""
 HALF: Final = 0.5
 """What the engine reported is processed if the processing brings mean |d| down to this share."""
+ROUNDING: Final = 0.2
+"""Mean |d| in nats that it has to bring it below: other weights are not near the model's at any temperature."""
 VISIBLE: Final = 1e-3
 """Mean |d| in nats below which nothing is said about it."""
 
@@ -124,11 +126,8 @@ class Observer:
         options = {f"temperature={t:g}": x for t, x in zip(TEMPERATURES, self.temperatures[:, 1], strict=True)}
         options |= {f"{name}={s:g}": x for name, grid in FILTERS.items() for s, x in zip(grid, self.filters[name][:, 3], strict=True)}
         best = min(options, key=lambda n: options[n])
-        return (
-            f"{best}: mean |d| {options[best] / self.tokens:.3g}, and {plain:.3g} without"
-            if options[best] < HALF * plain * self.tokens
-            else None
-        )
+        left = options[best] / self.tokens
+        return f"{best}: mean |d| {left:.3g}, and {plain:.3g} without" if left < min(HALF * plain, ROUNDING) else None
 
 
 def _vertex(best: int, values: Array) -> tuple[float, float]:

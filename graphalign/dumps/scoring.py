@@ -143,10 +143,13 @@ def score_rows(
     measure_all(variants[:1], found, store, tokens, measure, progress)
     counted = {STOCK: _counting(found[STOCK], masks)}
     sums = sequence_sums([a - b for a, b in zip(engine, counted[STOCK], strict=True)])
-    findings, _ = compare_columns(engine, counted[STOCK], sums, resamples=resamples)
+    findings, _ = compare_columns(engine, counted[STOCK], sums, [k.where for k in kept], resamples=resamples)
     progress("look at the logits", None)
     sampling = _observe(model, tokens, masks, engine, tempered, temperature, autocast)
-    findings += findings_of(sampling) if sampling is not None else []
+    looked = findings_of(sampling) if sampling is not None else []
+    if any(f.kind == "processed" for f in looked):
+        findings = []  # the logits say which processing it was, the columns only that something is wrong
+    findings = [*looked, *findings]
     refused = [f for f in findings if f.refuses]
     notes = [*report.notes]
     changes: dict[str, object] = {"sampling": sampling}
@@ -188,7 +191,14 @@ def _named(findings: list[Finding], *, refuses: bool = True) -> list[Finding]:
 
 
 def _scorable(c: Collection) -> list[Kept]:
-    kept = [k for k in c.kept if k.row.tokens is not None]
+    # A trainer may write a response twice, when it was sampled and when it was trained on: the one with both columns is taken.
+    once: dict[bytes, Kept] = {}
+    for k in c.kept:
+        if k.row.tokens is not None:
+            key = k.step.encode() + k.row.tokens.tobytes() + k.inference.tobytes()
+            if key not in once or once[key].training is None:
+                once[key] = k
+    kept = list(once.values())
     if not kept:
         raise GapInputError(
             "the dump has no token ids to score",

@@ -37,7 +37,7 @@ def render_dump(r: DumpReport, console: Console) -> None:
     k, d = units(r)
     rows = summary_rows(r)
     if rows:
-        console.print(_gaps("The gap", "trainer", rows, k, d))
+        console.print(_gaps("The gap", "between", rows, k, d))
     for title, head, parts in (
         ("By training step", "step", spread(r.by_step, MOST_STEPS)),
         ("By position in the response", "token", r.by_position),
@@ -72,7 +72,7 @@ def render_dump(r: DumpReport, console: Console) -> None:
 
 def summary_rows(r: DumpReport) -> list[tuple[str, GapStatistics]]:
     """The gaps of the whole: the dump's trainer, the engine against itself."""
-    rows = [("the trainer that wrote the dump", r.gap), ("the engine against itself (sampled, prefill)", r.engine_gap)]
+    rows = [("the engine and the trainer that wrote the dump", r.gap), ("the engine as it sampled and in prefill", r.engine_gap)]
     return [(name, gap) for name, gap in rows if gap is not None]
 
 
@@ -143,7 +143,7 @@ def cells(g: GapStatistics, k: Unit, d: Unit) -> list[str]:
 
 
 def _scored(scored: Sequence[Scored], k: Unit, d: Unit) -> Table:
-    table = _table("Trainers that were run here on the dump's tokens, against the engine's log-probabilities in the dump")
+    table = _table("Trainers run here on the dump's tokens, against the engine's log-probabilities")
     table.add_column("trainer", min_width=12, overflow="fold")
     for name in ("edges", f"k3 [{k}]", "k3 against stock", f"mean |d| [{d}]", "max |d|", "equal"):
         table.add_column(name, justify="right", overflow="fold")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,17 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphalign.engines.dummy import dummy_model
 from graphalign.engines.flash import needs_stand_in, stand_in
 from graphalign.engines.model_folder import read_config, require_trust, use_weights
 from graphalign.engines.quantised import refuse_quantised
 from graphalign.errors import BadInputError, CaptureFailedError
-
-DUMMY_SEED = 0
-SHARE_FROM = 4 << 30
-"""Bytes of parameters above which dummy matrices share memory."""
-SHIFTS = 64
-DUMMY_BLOCK = 1 << 20
-"""Elements of the random block that dummy weights repeat: filling 8B-wide layers takes a copy, not a random draw."""
 
 
 def build_trainer(
@@ -34,6 +27,7 @@ def build_trainer(
     weights: str | None = None,
     *,
     trust_remote_code: bool = False,
+    read_only: bool = False,
 ) -> nn.Module:
     """Build the model in `model_dir` in eval mode, without progress bars or warnings on standard error.
 
@@ -45,6 +39,7 @@ def build_trainer(
             `sdpa` gets `eager`.
         weights: `checkpoint` (must exist), `dummy` (random), or None: the checkpoint if there is one, else dummy.
         trust_remote_code: run modeling code that lies in `model_dir`.
+        read_only: nothing will write to the parameters, so that dummy ones may share memory, see `dummy.share_dummy`.
 
     Raises:
         BadInputError: no folder, no usable config, an architecture that Transformers does not know, a wrong option.
@@ -69,7 +64,7 @@ def build_trainer(
         def build() -> Any:
             if found:
                 return AutoModelForCausalLM.from_pretrained(path, config=config, local_files_only=True, **options)
-            return _dummy_model(config, options)
+            return dummy_model(config, options, read_only=read_only)
 
         try:
             try:
@@ -127,71 +122,6 @@ def parse_dtype(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise BadInputError(f"unknown dtype {name!r}", hint="give bfloat16, float16 or float32")
     return dtype
-
-
-def _dummy_model(config: Any, options: dict[str, Any]) -> nn.Module:
-    """From the config with dummy weights: buffers are computed as always, parameters are filled with repeated noise."""
-    from transformers import AutoModelForCausalLM
-    from transformers.initialization import no_init_weights
-
-    with no_init_weights():
-        model: nn.Module = AutoModelForCausalLM.from_config(config, **options)
-    tie = getattr(model, "tie_weights", None)
-    if callable(tie):
-        tie()  # tying is part of the initialisation that was skipped
-    if sum(p.numel() * p.element_size() for p in model.parameters()) > SHARE_FROM:
-        share_dummy(model)
-    else:
-        fill_dummy(model)
-    return model
-
-
-@torch.no_grad()
-def share_dummy(model: nn.Module) -> None:
-    """Let the parameters of a large model map one file of noise, each privately: a full-depth model needs the memory of its largest.
-
-    Vectors are filled as by `fill_dummy`. The file has no name and goes with the last mapping; a page that is written to becomes
-    the writer's own.
-    """
-    import mmap
-
-    import numpy as np
-
-    block = torch.randn(DUMMY_BLOCK, generator=torch.Generator().manual_seed(DUMMY_SEED)) * 0.02
-    files: dict[torch.dtype, Any] = {}
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    for dtype in {p.dtype for p in matrices}:
-        raw = block.to(dtype).view(torch.uint8).numpy().tobytes()
-        largest = max(p.numel() * p.element_size() for p in matrices if p.dtype == dtype)
-        files[dtype] = file = tempfile.TemporaryFile()  # noqa: SIM115  (mapped below, closed there)
-        for _ in range(0, largest + SHIFTS * mmap.PAGESIZE, len(raw)):
-            file.write(raw)
-        file.flush()
-    for index, p in enumerate(matrices):
-        offset = index % SHIFTS * mmap.PAGESIZE  # no two neighbours alike
-        view = np.memmap(files[p.dtype], dtype=np.uint8, mode="c", offset=offset, shape=(p.numel() * p.element_size(),))
-        p.data = torch.from_numpy(view).view(p.dtype).view(p.shape)
-    for file in files.values():
-        file.close()
-    fill_dummy(model, vectors_only=True)
-
-
-@torch.no_grad()
-def fill_dummy(model: nn.Module, *, vectors_only: bool = False) -> None:
-    """Fill parameters with noise: standard deviation 0.02, vectors other than biases around 1 (norm weights are not all ones)."""
-    block = torch.randn(DUMMY_BLOCK, generator=torch.Generator().manual_seed(DUMMY_SEED))
-    blocks: dict[torch.dtype, torch.Tensor] = {}
-    for index, (name, p) in enumerate(model.named_parameters()):
-        if vectors_only and p.ndim > 1:
-            continue
-        noise = blocks.setdefault(p.dtype, (block * 0.02).to(p.dtype))
-        flat = p.data.view(-1)
-        shift = index * 7919 % (DUMMY_BLOCK // 2)  # no two parameters alike
-        for start in range(0, flat.numel(), DUMMY_BLOCK // 2):
-            piece = flat[start : start + DUMMY_BLOCK // 2]
-            piece.copy_(noise[shift : shift + piece.numel()])
-        if p.ndim <= 1 and not name.endswith("bias"):
-            flat.mul_(5).add_(1)
 
 
 def _build_error(e: Exception, path: Path, config: Any, attention: str) -> Exception:

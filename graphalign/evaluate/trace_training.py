@@ -295,7 +295,7 @@ class Tracer:
         operands = tuple(self.edges(v) for v in qkv)
         key = ("attention", *self._number(nearest_anchors(self.ops, operands)))
         op = self.add(name=f"%{outs[0].id}", kind="anchor", target="attention", operands=operands, dtype=outs[0].dtype, module=node.module,
-                      source=node.source, key=key, detail={"node": n, "parameters": dict(node.kwargs.items())})  # fmt: skip
+                      source=node.source, key=key, detail={"node": n, "parameters": self.capture.parameters(node)})  # fmt: skip
         self.op_of_node[n] = op.id
         for o in outs:
             self.refs[o.id] = (Ref(op.id).rounded(o.dtype),)

@@ -67,6 +67,14 @@ class Node(Frozen):
     """Index into `TrainingGraph.sources`: the frame nearest to the op inside the modeling code."""
 
 
+class Mask(Frozen):
+    """What an attention that is no call of an attention function reads, see `capture.visible.visible`."""
+
+    value: int
+    """The first output of the node: a softmax's weights, or the result of `scaled_dot_product_attention`'s kernel."""
+    visible: dict[str, Any]
+
+
 class Header(Frozen):
     """Where a capture comes from."""
 
@@ -94,3 +102,11 @@ class TrainingGraph(Frozen):
     outputs: tuple[int, ...]
     """Value ids of the forward's outputs (logits)."""
     sources: tuple[Source, ...]
+    masks: tuple[Mask, ...] = ()
+    """Of attention outside attention functions, and of other softmaxes. Empty: there is none, or it was not recorded."""
+
+    def parameters(self, node: Node) -> dict[str, Any]:
+        """An attention node's keyword arguments, with what it reads."""
+        first = node.outputs[0] if node.outputs else None
+        seen = next((m.visible for m in self.masks if first is not None and m.value == first.id), None)
+        return dict(node.kwargs) if seen is None or "visible" in node.kwargs else {**node.kwargs, "visible": seen}

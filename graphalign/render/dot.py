@@ -1,4 +1,4 @@
-"""Running Graphviz, and making its SVG safe to put into a page."""
+"""Running Graphviz, the machine's `dot` or the wheel's program, and making its SVG safe to put into a page."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from graphalign.errors import GraphalignError
+from graphalign.render import wheel
 from graphalign.render.diagram import Sketch
 
-GET_GRAPHVIZ = "Graphviz's `dot` is not installed: apt-get install graphviz (Debian, Ubuntu), brew install graphviz (macOS), or https://graphviz.org/download"
+GET_GRAPHVIZ = (
+    "no Graphviz is installed: pip install graphviz-pure, or its `dot`: apt-get install graphviz (Debian, Ubuntu), "
+    "brew install graphviz (macOS), https://graphviz.org/download"
+)
 SVG = "http://www.w3.org/2000/svg"
 TAGS = {"svg", "g", "path", "polygon", "polyline", "ellipse", "text", "title"}
 ATTRIBUTES = {
@@ -53,11 +57,11 @@ class DrawingError(GraphalignError):
 
 
 class NoGraphvizError(DrawingError):
-    """`dot` is missing, broken or hangs: nothing can be drawn.
+    """Every Graphviz here is broken or hangs, or there is none: nothing can be drawn.
 
     Args:
         written: the files with Graphviz source that were written instead.
-        why: what is wrong with it; empty if it is missing.
+        why: what is wrong with what is installed; empty if nothing is.
     """
 
     def __init__(self, *written: Path, why: str = "") -> None:
@@ -67,24 +71,28 @@ class NoGraphvizError(DrawingError):
             more = f" ({len(written) - 1} more beside it)" if len(written) > 1 else ""
             first = f"dot -Tsvg {written[0]} -o {written[0].with_suffix('.svg')}"
             hint = f"{written[0]} was written instead{more}; with Graphviz: {first}"
-        super().__init__(f"Graphviz's `dot` does not work here: {why}" if why else GET_GRAPHVIZ, hint=hint)
+        super().__init__(f"Graphviz does not work here: {why}" if why else GET_GRAPHVIZ, hint=hint)
 
 
-def has_dot() -> bool:
-    """Whether Graphviz is installed and draws."""
-    path = shutil.which("dot")
-    return path is not None and not _broken(path)
+def programs() -> tuple[str, ...]:
+    """What is installed, the machine's own `dot` first: it measures text in the machine's fonts."""
+    return tuple(dict.fromkeys(p for p in (shutil.which("dot"), wheel.program()) if p is not None))
 
 
-def broken_dot() -> str:
-    """Why the installed Graphviz does not work; empty if it does, or if there is none."""
-    path = shutil.which("dot")
-    return f"Graphviz's `dot` does not work here: {why}" if path is not None and (why := _broken(path)) else ""
+def can_draw() -> bool:
+    """Whether a Graphviz is installed and draws."""
+    return any(not _broken(p) for p in programs())
+
+
+def why_not() -> str:
+    """Why none of the installed programs draws; empty if one does, or if there is none."""
+    found = programs()
+    return "" if not found or can_draw() else NoGraphvizError(why=_broken(found[0])).what
 
 
 @functools.cache
 def _broken(path: str) -> str:
-    """Why this `dot` cannot draw the smallest of graphs; empty if it can. A half-installed one (`dot -c` never ran) cannot."""
+    """Why a program cannot draw the smallest of graphs; empty if it can. A half-installed `dot` (`dot -c` never ran) cannot."""
     try:
         _run(path, "digraph {a -> b}")
     except NoGraphvizError as e:
@@ -99,7 +107,7 @@ _HUNG: set[str] = set()
 
 
 def _run(path: str, source: str) -> ET.Element:
-    """What `dot` makes of a graph.
+    """What a program makes of a graph.
 
     Raises:
         NoGraphvizError: it cannot be started, or hangs.
@@ -126,23 +134,24 @@ def _run(path: str, source: str) -> ET.Element:
 
 
 def draw_svg(sketch: Sketch) -> ET.Element:
-    """The diagram as an SVG tree that holds nothing but shapes and text.
+    """The diagram as an SVG tree that holds nothing but shapes and text, by the first program that draws it.
 
     Raises:
-        NoGraphvizError: `dot` is not installed, or draws nothing at all.
-        DrawingError: `dot` failed on this diagram.
+        NoGraphvizError: nothing is installed, or nothing that is draws at all.
+        DrawingError: the programs that work failed on this diagram.
     """
-    path = shutil.which("dot")
-    if path is None:
-        raise NoGraphvizError
-    try:
-        return _clean(_run(path, sketch.source), sketch)
-    except NoGraphvizError:
-        raise
-    except DrawingError:
-        if why := _broken(path):
-            raise NoGraphvizError(why=why) from None
-        raise
+    failed: list[DrawingError] = []
+    for path in programs():
+        try:
+            return _clean(_drawn(path, sketch.source), sketch)
+        except DrawingError as e:
+            why = "" if isinstance(e, NoGraphvizError) else _broken(path)
+            failed.append(NoGraphvizError(why=why) if why else e)
+    raise next((e for e in failed if not isinstance(e, NoGraphvizError)), failed[0] if failed else NoGraphvizError())
+
+
+def _drawn(path: str, source: str) -> ET.Element:
+    return wheel.restore(_run(path, wheel.prepare(source))) if path == wheel.program() else _run(path, source)
 
 
 def _clean(root: ET.Element, sketch: Sketch) -> ET.Element:

@@ -58,11 +58,11 @@ def _summary(r: DumpReport) -> Html:
     k, _ = units(r)
     parts: list[Html] = [tag("pre", finding_text(f), class_="banner") for f in r.findings]
     if rows := summary_rows(r):
-        cards = [(k.estimate(g.k3), f"k3 of {name}, {k} nats, with its 95 % interval") for name, g in rows]
+        cards = [(k.estimate(g.k3), f"k3 between {name}, {k} nats, with its 95 % interval") for name, g in rows]
         if r.outside_clip is not None:
             cards.append((f"{r.outside_clip:.3%}", "of the tokens have a ratio p/q outside of 1 ± 0.2"))
         parts.append(tag("div", [tag("div", [tag("b", n), tag("span", t)], class_="card") for n, t in cards], class_="cards"))
-        parts.append(_gaps("trainer", rows, r))
+        parts.append(_gaps("between", rows, r))
         parts.append(
             tag("p", f"{FORMULA}. k3 estimates the KL divergence from inference to training; mean d estimates the same with more noise.")
         )

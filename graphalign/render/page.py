@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from graphalign.align.shared import SHARED
-from graphalign.render.dot import has_dot
+from graphalign.render.dot import can_draw
 from graphalign.render.frame import contents, document, navigation
 from graphalign.render.markup import Content, Html, table, tag, text
 from graphalign.render.page_diagrams import choose, diagrams_section, figure_id, figures, omitted, site_evidence
@@ -171,7 +171,7 @@ def _others(report: Report, group: str, layer: int | None) -> Html:
 
 
 def _entry_row(report: Report, e: Entry, panel: Panel | None) -> Html:
-    link = [" ", tag("a", "diagram", href=f"#{figure_id(report, panel)}")] if panel is not None and has_dot() else None
+    link = [" ", tag("a", "diagram", href=f"#{figure_id(report, panel)}")] if panel is not None and can_draw() else None
     return tag(
         "tr",
         [
@@ -185,7 +185,7 @@ def _entry_row(report: Report, e: Entry, panel: Panel | None) -> Html:
 
 
 def _entry_figures(report: Report, panels: list[Panel]) -> list[Html]:
-    if not panels or not has_dot():
+    if not panels or not can_draw():
         return []
     evidence = site_evidence(report)
     return [*(f for p in panels for f in figures(report, p, evidence)), omitted(report, [p.group for p in panels])]

@@ -105,7 +105,7 @@ def figures(report: Report, panel: Panel, evidence: dict[str, str]) -> list[Html
     """A panel's sheets.
 
     Raises:
-        NoGraphvizError: `dot` is not installed.
+        NoGraphvizError: no Graphviz works here.
     """
     first = figure_id(report, panel)
     return [_figure(s, first if n == 0 else f"{first}-{n + 1}", evidence) for n, s in enumerate(sheets(panel))]
@@ -164,7 +164,7 @@ def pictures(report: Report, panel: Panel) -> list[str]:
     """A panel's sheets as SVG files of their own, with title and legend.
 
     Raises:
-        NoGraphvizError: `dot` is not installed.
+        NoGraphvizError: no Graphviz works here.
     """
     evidence = site_evidence(report)
     return [to_text(draw(s, title=caption(panel), note=subtitle(s), evidence=evidence, legend=True)) for s in sheets(panel)]

@@ -10,6 +10,7 @@ from graphalign.align.align import Alignment
 from graphalign.align.check import QUERY_KEY
 from graphalign.align.exercise import only_here
 from graphalign.align.inside import Inside, words
+from graphalign.align.masks import OLD
 from graphalign.ir.dataflow import Dataflow
 from graphalign.ir.paths import layer_of, pattern_of
 
@@ -36,10 +37,14 @@ def unexercised(al: Alignment) -> dict[tuple[str, int], str]:
     }
 
 
-def uncompared(al: Alignment, *, tail: bool) -> tuple[str, ...]:
-    """A sentence for each side that has anchors without a partner, and for each table of the engine that is read where it is not recorded.
+def uncompared(al: Alignment, unknown: dict[int, str], *, tail: bool) -> tuple[str, ...]:
+    """A sentence for each side that has anchors without a partner, for each table of the engine that is read where it is not recorded,
+    and for attention of which something is not known.
 
-    `tail` says whether the engine's tail was captured.
+    Args:
+        al: the alignment.
+        unknown: attention of the trainer to what was not compared, and why.
+        tail: whether the engine's tail was captured.
     """
     own = [op for op in al.training.ops if op.kind == "anchor" and op.id not in al.partners and (tail or op.id not in al.regions.tail)]
     theirs = [op for op in al.inference.ops if op.kind == "anchor" and op.id not in al.reverse]
@@ -53,7 +58,18 @@ def uncompared(al: Alignment, *, tail: bool) -> tuple[str, ...]:
         op.target: why for op in al.inference.ops if op.kind == "table" and (why := al.unsupported.get(("inference", op.id))) is not None
     }
     out += [f"what the engine computes with its table {table}: {why}"[:400] for table, why in unread.items()]
+    for why in dict.fromkeys(unknown.values()):
+        same = [al.training.ops[op] for op, other in unknown.items() if other == why]
+        places = ", ".join(dict.fromkeys(pattern_of(op.module) or op.name for op in same))
+        out.append(f"of {len(same)} attention{'s' if len(same) > 1 else ''} of the trainer ({places}), {why}"[:600])
     return tuple(out)
+
+
+def old_masks(attentions: int) -> tuple[str, ...]:
+    """A note about attentions whose windows could be compared only as they are configured."""
+    if not attentions:
+        return ()
+    return (f"{OLD}: the windows of {attentions} attentions are compared as configured, causality is not",)
 
 
 def unrotated(flow: Dataflow) -> tuple[int, ...]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from graphalign.align.align import SCALED_OUTSIDE, Alignment
 from graphalign.align.anchors import Difference, downstream
 from graphalign.align.check import Check
+from graphalign.align.dropped import Drawn
 from graphalign.align.edges import Comparison
 from graphalign.evaluate.aten import MATMULS, base
-from graphalign.ir.dataflow import Op
+from graphalign.ir.dataflow import Op, Operand
 
 PERMUTED = re.compile(r"rows of (\S+) are permuted in ")
 """A note of the engine script."""
@@ -56,6 +57,24 @@ def find_partings(
         notes: of the inference capture; they say which weights the engine holds with their rows in another order.
     """
     return _Finder(al, comparison, unfolded, {m.group(1) for note in notes if (m := PERMUTED.match(note))}).run(differences)
+
+
+def find_random(ops: Sequence[Op], refs: Mapping[int, Operand], drawn: tuple[Drawn, ...], found: Divergence) -> Divergence:
+    """The same with the places where the trainer draws random numbers. What is behind a dropout can be compared all the same.
+
+    Args:
+        ops: of the training side.
+        refs: value id to the edges that its readers get.
+        drawn: what was taken out of its graph.
+        found: the divergence so far.
+    """
+    more = []
+    for d in drawn:
+        makes = [ops[r.producer] for r in refs.get(d.value, ())]
+        around = (op for op in ops if op.kind in ("op", "anchor") and op.module and f"{d.node.module}.".startswith(f"{op.module}."))
+        op = makes[0] if makes else max(around, key=lambda op: len(op.module), default=ops[-1])  # inside an anchor it has no op of its own
+        more.append(Parting(replace(op, module=d.node.module, source=d.node.source), d.what, d.reason))
+    return replace(found, semantic=(*found.semantic, *more))
 
 
 def explained(al: Alignment, key: tuple[int, int], bad: set[tuple[int, int]]) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 from graphalign.align.accumulate import differing_sums
 from graphalign.align.align import Alignment, Pair, Progress, prepare
-from graphalign.align.anchors import compare_anchors
+from graphalign.align.anchors import Anchors, compare_anchors
 from graphalign.align.check import EXACT, Check, Confirmation, Edit, check
 from graphalign.align.edges import Comparison, Finding
 from graphalign.align.finer import compare_pair
@@ -24,9 +24,9 @@ from graphalign.ir.dataflow import Op
 from graphalign.ir.inference import TAIL, InferenceGraph
 from graphalign.ir.training import TrainingGraph
 from graphalign.rules import rules_dir
-from graphalign.sites.assumed import assumed_anchors, compared_anchors, uncompared, unexercised, unrotated
+from graphalign.sites.assumed import assumed_anchors, compared_anchors, old_masks, uncompared, unexercised, unrotated
 from graphalign.sites.diagram_data import draw
-from graphalign.sites.divergence import Divergence, Parting, explained, find_misplaced, find_partings, label
+from graphalign.sites.divergence import Divergence, Parting, explained, find_misplaced, find_partings, find_random, label
 from graphalign.sites.ends import Ends, layer_of, pattern_of
 from graphalign.sites.groups import Namer, load_group_rules
 from graphalign.sites.names import name_notes
@@ -65,8 +65,10 @@ def diff_pair(pair: Pair, rules: Path, progress: Progress | None = None, started
     aligned = time.perf_counter()
     say("check", 0.0)
     inside = compare_inside(pair, al)
-    differences = compare_anchors(pair, al) + inside.differences()
+    anchors = compare_anchors(pair, al)
+    differences = anchors.differences + inside.differences()
     divergence = find_partings(al, comparison, differences, pair.unfolded, pair.capture_i.header.notes)
+    divergence = find_random(al.training.ops, pair.training.refs, pair.drawn, divergence)
     comparison.findings = [_withdrawn(f) if f.consumer in divergence.behind else f for f in comparison.findings]
     proposed = [f for f in comparison.findings if f.verdict in ("keep", "round")]
     # a table that is rounded outside the layers is no site, but the others are checked as if it were not rounded; so are scaled experts
@@ -81,7 +83,7 @@ def diff_pair(pair: Pair, rules: Path, progress: Progress | None = None, started
     checked = time.perf_counter()
     say("check", 1.0)
     say("report", 0.0)
-    report = _Builder(pair, al, comparison, result, Namer(al, load_group_rules(rules)), divergence, inside).build(
+    report = _Builder(pair, al, comparison, result, Namer(al, load_group_rules(rules)), divergence, inside, anchors).build(
         {"align": aligned - started, "check": checked - aligned}, len(assumed)
     )
     say("report", 1.0)
@@ -119,6 +121,7 @@ class _Builder:
         namer: Namer,
         divergence: Divergence,
         inside: Inside,
+        anchors: Anchors,
     ) -> None:
         self.pair, self.al, self.comparison, self.check, self.namer = pair, al, comparison, result, namer
         self.divergence = divergence
@@ -127,6 +130,7 @@ class _Builder:
         self.ends = Ends(self.training, al.training)
         self.assumed, self.compared = assumed_anchors(inside), compared_anchors(inside)
         self.unexercised = unexercised(al)
+        self.anchors = anchors
 
     def build(self, seconds: dict[str, float], assumed: int = 0) -> Report:
         """The report."""
@@ -166,15 +170,16 @@ class _Builder:
                 ]
             ),
             stats=self._stats(groups, seconds, assumed),
-            nodes=statuses(self.al, self.comparison, self._where, self.assumed, self.compared, self.unexercised),
+            nodes=statuses(self.al, self.comparison, self._where, self.assumed, self._known(), self.unexercised),
             notes=self.pair.ranges
             + tuple(header.notes)
             + tuple(self.training.header.notes)
             + self.i.notes
             + self._table_notes()
             + range_notes(self.training, self.pair.training, self.pair.arithmetic(0).positions, self.inference)
-            + name_notes(self.al, self.inference, self.training),
-            uncompared=uncompared(self.al, tail=any(g.name == TAIL for g in self.inference.graphs)),
+            + name_notes(self.al, self.inference, self.training)
+            + old_masks(self.anchors.old),
+            uncompared=uncompared(self.al, self.anchors.unknown, tail=any(g.name == TAIL for g in self.inference.graphs)),
             unrotated=unrotated(self.t),
             drawing=draw(self.al, self.ends, self.comparison.findings, self.site_of, self.divergence.semantic),
         )
@@ -393,6 +398,10 @@ class _Builder:
             for m in self.al.tables
             if not m.name and m.op not in self.al.inlined and base(self.t.ops[m.op].target) not in FACTORIES
         )
+
+    def _known(self) -> dict[int, str]:
+        """What is said of an anchor besides what it is."""
+        return {**self.compared, **{op: f"not compared: {why}" for op, why in self.anchors.unknown.items()}}
 
     # -- numbers and nodes -----------------------------------------------------------------------------------------------------
 

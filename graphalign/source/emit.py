@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from torch import nn
 
 from graphalign.errors import PatchError
 from graphalign.ir.paths import layer_of
+from graphalign.source.frame import CALL_ONCE
 from graphalign.source.guard import function_of, guard
 from graphalign.source.ids import MARK, short_ids
 from graphalign.source.plan import Change, Layers
@@ -52,6 +54,8 @@ class Emitter:
         """(function, modules in which it rounds) to the parameter that says so."""
         self.guards: dict[int, tuple[Layers, Layers]] = {}
         """See `guard.find_guards`."""
+        self.once = False
+        """Whether the text calls what rounds a value once for all its readers."""
 
     def write(self, changes: Mapping[int, Change]) -> str:
         """The changed text.
@@ -92,8 +96,10 @@ class Emitter:
                     hint="use `graphalign.apply`",
                 )  # fmt: skip
             out.append(_Text(self._cast(node), end, "", (2, 0)))
-        suffix = self._suffix(span, change)
-        if suffix:
+        prefix, suffix = self._affixes(span, change)
+        if prefix:
+            out += [_Text(start, start, prefix, (0, start - end)), _Text(end, end, suffix, (1, end - start))]
+        elif suffix:
             wrap = isinstance(node, ast.BinOp | ast.UnaryOp | ast.IfExp | ast.Compare)
             bracketed = self.source[start - 1 : start] == b"(" and self.source[end : end + 1] == b")"
             inner = wrap and bracketed and not isinstance(self.spans.parent(span), ast.Call | ast.keyword)
@@ -121,10 +127,26 @@ class Emitter:
         name_end = self._offset(call.func.end_lineno or 0, call.func.end_col_offset or 0)
         return self.source.rindex(b".", 0, name_end - len(call.func.attr) + 1)
 
+    def _affixes(self, span: int, c: Change) -> tuple[str, str]:
+        """What stands before and behind an expression."""
+        suffix = self._suffix(span, c)
+        if not (c.shared and c.down) or (c.down_in is not None and c.up_in is not None):
+            return "", suffix
+        self.once = True
+        wanted = ""
+        if c.down_in is not None:
+            wanted = f", {self._condition(span, c.down_in)}"
+        if c.down_at is not None:
+            wanted = f", {self.told[self.spans.functions[span], c.down_at]}"
+        if c.wide:
+            wanted += ", wide=True"
+        return f"{CALL_ONCE}(", f"{wanted})" + (self._up(span, c) if c.up else "")
+
+    def _up(self, span: int, c: Change) -> str:
+        return ".float()" if c.up_in is None else f".to(torch.float32 if {self._condition(span, c.up_in)} else {self.low})"
+
     def _suffix(self, span: int, c: Change) -> str:
-        up = ".float()" if c.up else ""
-        if c.up and c.up_in is not None:
-            up = f".to(torch.float32 if {self._condition(span, c.up_in)} else {self.low})"
+        up = self._up(span, c) if c.up else ""
         down = f".to({self.low})" if c.down else ""
         if c.down and c.down_in is not None:
             if c.up and c.up_in is not None and not c.up_in & c.down_in:
@@ -192,6 +214,11 @@ class Emitter:
                 found = [_attribute(m, f"{path}layer_idx") for m in modules.values()]
                 if found == [layer_of(n) for n in names]:
                     return f"self.{path}layer_idx"
+            own = [n for n, x in vars(first).items() if x is None] + [n for n, _ in first.named_children()]
+            for a, b in itertools.combinations(dict.fromkeys(own), 2):  # one of them is None
+                found = [_attribute(getattr(m, a, None) or getattr(m, b, None), "layer_idx") for m in modules.values()]
+                if found == [layer_of(n) for n in names]:
+                    return f"(self.{a} or self.{b}).layer_idx"
         raise PatchError(
             f"layers differ in {function or 'the file'}, which does not know its layer's number", where=self.spans.show(span),
             hint="use `graphalign.apply`, which tells layers apart",

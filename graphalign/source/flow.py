@@ -9,6 +9,7 @@ import networkx as nx
 import torch
 
 from graphalign.errors import PatchError
+from graphalign.evaluate.parts import SEPARATOR
 from graphalign.patch.spec import PatchSpec
 from graphalign.rewrite.units import concrete
 from graphalign.source.watch import Op, Seen, Trace
@@ -50,6 +51,10 @@ class Flow:
                 (self.onward if e.transparent else self.readers)[u].append((i, s))
                 if e.transparent:
                     self.graph.add_edges_from((u, v) for v in e.outs if v != u)
+                if e.op == "copy" and s == 1 and self.low(e.outs[0]):
+                    self.readers[u].append(
+                        (i, s)
+                    )  # a write into a tensor of the low format rounds, behind what widens the value (`expand`)
         self.sites: dict[Read, str] = {}
         """Reads that edits name, to the site."""
         self.unrounded, self.rounded = self._demands(spec)
@@ -68,6 +73,11 @@ class Flow:
                 k = edit.consumer
                 for layer, _ in edit.pairs():
                     key = (concrete(k.module, layer), k.function, k.op, k.ordinal)
+                    if SEPARATOR in k.op and (whole := at.get((*key[:2], k.op.partition(SEPARATOR)[0], k.ordinal))) is not None:
+                        raise PatchError(
+                            f"an edit of {group.name} is a step inside {self.ops[whole].op}, and no expression of a modeling file runs it",
+                            where=f"{self.ops[whole].text}: {k.text}; in {key[0]}", hint="use `graphalign.apply`, which takes the op apart",
+                        )  # fmt: skip
                     if key not in at:
                         raise PatchError(
                             f"no expression runs the op that an edit of {group.name} names: {k.op}#{k.ordinal} of {k.function}",
@@ -99,6 +109,12 @@ class Flow:
     def chain(self, value: int) -> set[int]:
         """A value and what it is the same as, back to the op that made it."""
         return {value, *nx.ancestors(self.graph, value)}
+
+    def uncast(self, value: int, stay: set[int]) -> int:
+        """The value of which one is a cast that does nothing, or is gone, in the generated code; `stay`: casts that remain, events."""
+        while (m := self.maker.get(value)) is not None and m not in stay and self.ops[m].op in ("_to_copy", "to"):
+            value = self.ops[m].ins[0]
+        return value
 
     def roots_of(self, value: int) -> set[int]:
         """The ops that made a value."""

@@ -10,6 +10,28 @@ from graphalign.source.stock import Stock
 
 AS_IN_TRANSFORMERS = "I001, PLR0402, PYI041, RUF012, RUF022, RUF059, RUF100, SIM102"
 """Rules of ruff that Transformers' files do not keep; all others are on."""
+CALL_ONCE = "_rounded_once"
+"""Name of the function that rounds a value once for all its readers; it stands in the generated file."""
+ONCE = '''
+
+def {call}(x, wanted=True, wide=False):
+    """x in {low} if that is wanted (in FP32 again if `wide`): one tensor for all who read it so, where their gradients are added up."""
+    if not wanted:
+        return x
+    x = _kept(x, "_rounded", torch.{low})
+    return _kept(x, "_wide", torch.float32) if wide else x
+
+
+def _kept(x, name, dtype):
+    if x.dtype == dtype:
+        return x
+    made = getattr(x, name, None)
+    if made is None or made.requires_grad != (x.requires_grad and torch.is_grad_enabled()):
+        made = x.to(dtype)
+        setattr(x, name, made)
+    return made
+'''
+"""What rounds a value once, with its name and the format to be put in."""
 _PATCH = '''
 
 # What follows is not from Transformers: how this file is put to use.
@@ -63,9 +85,14 @@ def header(stock: Stock, spec: PatchSpec, patch_digest: str) -> str:
     return "".join(f"# {x}\n" for x in lines)
 
 
-def footer(stock: Stock, model: nn.Module, *, guarded: bool) -> str:
-    """`patch` and `register`, and what checks the inputs of layers if they are checked."""
-    out = (FUNCTION if guarded else "") + _PATCH.format(module=stock.module)
+def helpers(*, guarded: bool, once: str) -> str:
+    """Functions that changed lines call: checks the inputs of layers, if they are checked; rounds values once to the format `once`."""
+    return (FUNCTION if guarded else "") + (ONCE.format(call=CALL_ONCE, low=once) if once else "")
+
+
+def footer(stock: Stock, model: nn.Module, needed: str) -> str:
+    """`patch` and `register` behind the functions that are needed, see `helpers`."""
+    out = needed + _PATCH.format(module=stock.module)
     lines = []
     cls = type(model)
     config = getattr(cls, "config_class", None)

@@ -6,7 +6,7 @@ import copy
 import difflib
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -14,7 +14,7 @@ from graphalign.errors import PatchError
 from graphalign.patch.spec import PatchSpec, digest, dump
 from graphalign.source.emit import Emitter
 from graphalign.source.flow import Flow
-from graphalign.source.frame import footer, header
+from graphalign.source.frame import footer, header, helpers
 from graphalign.source.guard import find_guards, wide_inputs
 from graphalign.source.plan import Change, Planner
 from graphalign.source.spans import Spans
@@ -32,10 +32,12 @@ class Generated:
     """The stock text with the changes."""
     text: str
     """The whole file: header, body, and what puts it to use."""
+    helpers: str
+    """The part of `text` with the functions that changed lines call."""
     changes: Mapping[int, Change]
     spans: Spans
     emitter: Emitter
-    namespace: dict[str, object] = field(default_factory=dict)
+    flow: Flow
 
     @property
     def diff(self) -> str:
@@ -59,7 +61,15 @@ class Generated:
         """The same file without one part of one change, and without the lines that would notice it by themselves."""
         left = {s: _less(c, part) if s == span else c for s, c in self.changes.items()}
         emitter = Emitter(self.spans, self.emitter.low.removeprefix("torch."), self.emitter.model, self.emitter.modules)
-        return _assemble(self.stock, self.spec, self.spans, {s: c for s, c in left.items() if c is not None}, emitter)
+        return _assemble(self.stock, self.spec, self.spans, {s: c for s, c in left.items() if c is not None}, emitter, self.flow)
+
+    def guarded(self) -> Generated:
+        """The same file with the lines that check layers' inputs.
+
+        Raises:
+            PatchError: it does not run.
+        """
+        return _guarded(self)
 
 
 PARTS = ("up", "down", "uncast", "literal")
@@ -107,24 +117,26 @@ def generate(model: nn.Module, spec: PatchSpec) -> Generated:
     emitter = Emitter(spans, formats[0], model, modules)
     planner = Planner(flow, spans, emitter.knows_layer)
     changes = planner.run()
-    made = _assemble(stock, spec, spans, changes, emitter)
-    swapped = swap_classes(model, stock.module, made.load())
+    return _guarded(_assemble(stock, spec, spans, changes, emitter, flow))
+
+
+def _guarded(made: Generated) -> Generated:
+    """With the lines that check layers' inputs, see `guard`."""
+    emitter = made.emitter
+    swapped = swap_classes(emitter.model, made.stock.module, made.load())
     try:
-        inputs = wide_inputs(model)
+        inputs = wide_inputs(emitter.model)
     except Exception as e:  # whatever the generated code raises
         raise PatchError(f"the generated file does not run: {type(e).__name__}: {e}", hint="use `graphalign.apply`") from e
     finally:
         restore(swapped)
-    emitter.guards = {s: g for s, g in find_guards(flow, spans, inputs).items() if g[0] == g[1] or emitter.knows_layer(s)}
-    return _assemble(stock, spec, spans, changes, emitter)
+    found = find_guards(made.flow, made.spans, inputs)
+    emitter.guards = {s: g for s, g in found.items() if g[0] == g[1] or emitter.knows_layer(s)}
+    return _assemble(made.stock, made.spec, made.spans, made.changes, emitter, made.flow)
 
 
-def _assemble(stock: Stock, spec: PatchSpec, spans: Spans, changes: Mapping[int, Change], emitter: Emitter) -> Generated:
+def _assemble(stock: Stock, spec: PatchSpec, spans: Spans, changes: Mapping[int, Change], emitter: Emitter, flow: Flow) -> Generated:
     body = emitter.write(changes)
-    text = (
-        header(stock, spec, digest(dump(spec).encode()))
-        + body.rstrip("\n")
-        + "\n"
-        + footer(stock, emitter.model, guarded=bool(emitter.guards))
-    )
-    return Generated(stock, spec, body, text, changes, spans, emitter)
+    needed = helpers(guarded=bool(emitter.guards), once=emitter.low.removeprefix("torch.") if emitter.once else "")
+    text = header(stock, spec, digest(dump(spec).encode())) + body.rstrip("\n") + "\n" + footer(stock, emitter.model, needed)
+    return Generated(stock, spec, body, text, needed, changes, spans, emitter, flow)

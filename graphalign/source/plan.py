@@ -16,7 +16,7 @@ import networkx as nx
 
 from graphalign.errors import PatchError
 from graphalign.ir.paths import layer_of
-from graphalign.source.flow import Flow
+from graphalign.source.flow import Flow, Read
 from graphalign.source.spans import Spans, place
 from graphalign.source.watch import Op, Seen
 
@@ -39,6 +39,10 @@ class Change:
     down_at: frozenset[str] | None = None
     """Modules: for a function that does not know its layer's number, and is told by its callers."""
     uncast_in: Layers | None = None
+    shared: bool = False
+    """Its rounded value is read elsewhere too: all read one tensor, as under `apply`, so that gradients add up in its format."""
+    wide: bool = False
+    """With `shared`: the readers share what is FP32 in the stock model too."""
     serves: set[str] = field(default_factory=set)
     """Ids of the sites that it is for."""
     ops: set[int] = field(default_factory=set)
@@ -67,10 +71,12 @@ class Planner:
             PatchError: two demands meet in one expression and no condition on the layer parts them; names it and its line.
         """
         self._existing_casts()
+        self._idle_casts()
         self._upcasts()
         self._cuts()
         self._dtype_reads()
         self._round_edits()
+        self._share()
         for c in self.changes.values():
             c.serves |= self._served(c.ops)
         return {k: c for k, c in self.changes.items() if c.up or c.down or c.uncast or c.literal}
@@ -93,6 +99,29 @@ class Planner:
             self.changes[span].uncast = True
             self.changes[span].ops |= roots
             self.flow.add_roots(roots)
+
+    def _idle_casts(self) -> None:
+        """Casts that do nothing in the stock model, `x.to(self.weight.dtype)`, and would round what is FP32 in the generated code."""
+        widened = self.flow.widened()
+        for span, events in self.flow.evaluations.items():
+            node = self.spans.nodes[span]
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "to"):
+                continue
+            given = [*node.args, *(k.value for k in node.keywords)]
+            if len(given) != 1 or not ast.unparse(given[0]).endswith(".dtype") or self.changes[span].uncast:
+                continue
+            inner = self.spans.by_place.get(place(node.func.value), -1)
+            before = {self._value(j) for j in self.flow.evaluations[inner]}
+            hot = [j for j in events if self._value(j) in before and widened.get(self._value(j)) and self._unrounded_inside(span, j)]
+            if hot:
+                self.changes[span].uncast = True
+                self.changes[span].ops |= {r for j in hot for r in widened[self._value(j)]}
+
+    def _unrounded_inside(self, span: int, j: int) -> bool:
+        """Whether what is called with a cast's result reads it unrounded."""
+        call = self.spans.call_around(span)
+        end = self._end(call, j) if call is not None else -1
+        return self.flow.low(self._value(j)) and self.flow.read_unrounded(self._value(j), j, end if end > 0 else None)
 
     # -- ops that compute in FP32 -----------------------------------------------------------------------------------------
 
@@ -134,7 +163,7 @@ class Planner:
             span = self._span_doing(at)
             raise PatchError(
                 f"one expression must compute in FP32 in {e.module} and not in {other.module}",
-                where=self.spans.show(span) if span is not None else f"{e.op} in {e.function}",
+                where=self.spans.show(span) if span is not None else e.text,
                 hint="use `graphalign.apply`, which tells places apart, or leave a group out: `graphalign patch --except GROUP`",
             )
         return a
@@ -244,10 +273,14 @@ class Planner:
                 call = isinstance(self.spans.nodes[span], ast.Call)
                 if n == 0 or call:
                     out.append((j, span, ""))
+                elif (reads := self._reads_of_variable(span, j)) is not None and reader in {i for i, _ in reads}:
+                    out.append((j, span, "variable"))
                 elif j == last:
                     out.append((j, span, "last"))
                 elif (c := self.spans.call_around(span)) is not None and j < reader < self._end(c, j):
                     out.append((j, span, "argument"))
+                elif self._doing(span, j) == reader:
+                    out.append((j, span, "operand"))
         return sorted(out)
 
     def _end(self, call: int, after: int) -> int:
@@ -261,9 +294,48 @@ class Planner:
             return call is not None and not any(
                 (end := self._end(call, j)) < 0 or self.flow.read_unrounded(self._value(j), j, end) for j in events
             )
+        if kind == "variable":
+            return all((reads := self._reads_of_variable(span, j)) is not None and not reads & self.flow.unrounded for j in events)
+        if kind == "operand":
+            return not any(self._operand_unrounded(span, j) for j in events)
         if kind == "last":
             return not any(self._next_read_unrounded(j) for j in events)
         return not any(self.flow.read_unrounded(self._value(j), j) for j in events)
+
+    def _reads_of_variable(self, span: int, j: int) -> set[Read] | None:
+        """What reads the value by the name that it gets here, `residual = hidden_states`; None if that is not known.
+
+        Rounded here, before its other readers, its gradient is added up last: as under `apply`, which rounds values where they are made.
+        """
+        p = self.spans.parent(span)
+        if not (isinstance(p, ast.Assign) and len(p.targets) == 1 and isinstance(target := p.targets[0], ast.Name)):
+            return None
+        out: set[Read] = set()
+        for k in self.flow.seen[self._value(j)]:
+            node, at = self.spans.nodes[self._span(k)], self._span(k)
+            if k < j or not (isinstance(node, ast.Name) and node.id == target.id):
+                continue
+            if self._module(k) != self._module(j) or self.spans.functions[at] != self.spans.functions[span] or self._about(k):
+                continue
+            if (op := self._doing(at, k)) is not None:
+                out |= {(op, s) for s, x in enumerate(self.flow.ops[op].ins) if x == self._value(j)}
+            elif (call := self.spans.call_around(at)) is not None and (end := self._end(call, k)) > 0:
+                out |= {r for r in self.flow.below(self._value(j), k) if r[0] < end}
+            else:
+                return None
+        return out
+
+    def _doing(self, span: int, j: int) -> int | None:
+        """The op of the sum or product whose operand an expression is."""
+        p = self.spans.parent(span)
+        around = self.spans.by_place.get(place(p)) if isinstance(p, ast.BinOp) else None
+        end = self._end(around, j) if around is not None else -1
+        return self.flow.maker.get(self._value(end)) if end > 0 else None
+
+    def _operand_unrounded(self, span: int, j: int) -> bool:
+        """Whether the sum or product around an evaluation reads it unrounded."""
+        made = self._doing(span, j)
+        return made is None or any((made, s) in self.flow.unrounded for s, x in enumerate(self.flow.ops[made].ins) if x == self._value(j))
 
     def _next_read_unrounded(self, j: int) -> bool:
         u = self._value(j)
@@ -317,6 +389,25 @@ class Planner:
             c.serves |= {self.flow.sites[read]} - {""}
             if not self.flow.low(self.flow.operand(read)):
                 c.up = True
+
+    def _share(self) -> None:
+        """Mark the casts that round one value in several places."""
+        places: dict[int, set[int]] = defaultdict(set)
+        same: dict[int, set[int]] = defaultdict(set)
+        for span, c in self.changes.items():
+            if c.down:
+                for j in self.flow.evaluations[span]:
+                    if (c.down_in is None or self._layer(j) in c.down_in) and (c.down_at is None or self._module(j) in c.down_at):
+                        places[self.flow.uncast(self._value(j), self.cut)].add(span)
+                        same[self._value(j)].add(span)
+        for spans in places.values():
+            if len(spans) > 1:
+                for span in spans:
+                    self.changes[span].shared = True
+        for value, spans in same.items():
+            if len(spans) > 1 and not self.flow.low(value):
+                for span in spans:
+                    self.changes[span].wide = True
 
     # -- events -----------------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ A generated file for which no conflict was found can still be wrong, so none is 
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -130,9 +131,11 @@ class Reference:
 class Verified:
     """What was shown."""
 
+    generated: Generated
+    """The file without changes that can be left out unnoticed."""
     runs: tuple[str, ...]
     edits: int
-    """Changes that were left out one at a time, each of which was noticed."""
+    """Changes in it that were left out one at a time, each of which was noticed."""
     recaptured: bool
 
 
@@ -145,42 +148,60 @@ def verify(reference: Reference, generated: Generated, recapture: Recapture | No
         recapture: captures the model again; None: not shown.
 
     Raises:
-        PatchError: something differs, sites remain, or a change has no effect.
+        PatchError: something differs, sites remain, or the file imports what it is not to need.
     """
+    refuse_imports(generated)
     if problems := reference.compare(generated):
         raise PatchError(
             "the generated file is not the patch, and was not written", where="\n".join(problems),
             hint="use `graphalign.apply`; please report the patch and the model's config",
         )  # fmt: skip
-    model = reference.model
     if recapture is not None:
-        with in_place(model, generated):
-            _refuse_sites(recapture(model), generated.spec)
-    count, bare = 0, generated.without(-1, "")
-    for span, change in generated.changes.items():
-        for part in parts(change):
-            try:
-                less = generated.without(span, part)
-            except PatchError:
-                continue
-            if less.body == bare.body:
-                continue  # a dtype that is read for a cast that went: its line went too
-            count += 1
-            if reference.compare(less):
-                continue
-            if recapture is not None:
-                with in_place(model, less):
-                    if _remaining(recapture(model), generated.spec):
-                        continue
+        _refuse_sites(_sites(generated, reference.model, recapture))
+    smallest, count = _smallest(reference, generated, recapture)
+    if smallest is not generated and (problems := reference.compare(smallest)):
+        raise PatchError("the generated file is not the patch, and was not written", where="\n".join(problems))
+    return Verified(smallest, tuple(str(r) for r in reference.results), count, recapture is not None)
+
+
+def _smallest(reference: Reference, generated: Generated, recapture: Recapture | None) -> tuple[Generated, int]:
+    """The file without what can be left out unnoticed (two casts may round one value), and how many parts of changes it has then."""
+    found = generated
+    while True:
+        before, count = found, 0
+        for span, change in before.changes.items():
+            for part in parts(change):
+                try:
+                    less = found.without(span, part)
+                except PatchError:
+                    continue
+                if less.body == found.without(-1, "").body:
+                    continue  # a dtype that is read for a cast that went: its line went too
+                count += 1
+                if not reference.compare(less) and not (recapture is not None and _sites(less, reference.model, recapture)):
+                    found = less
+        if found is before:
+            return (found if found is generated else found.guarded()), count
+
+
+def _sites(generated: Generated, model: nn.Module, recapture: Recapture) -> dict[str, int]:
+    with in_place(model, generated):
+        return _remaining(recapture(model), generated.spec)
+
+
+def refuse_imports(generated: Generated) -> None:
+    """A generated file runs without graphalign, and without Dynamo."""
+    for n in ast.walk(ast.parse(generated.text)):
+        named = [a.name for a in n.names] if isinstance(n, ast.Import) else [n.module or ""] if isinstance(n, ast.ImportFrom) else []
+        if found := [x for x in named if x.partition(".")[0] == "graphalign" or "_dynamo" in x.split(".")]:
             raise PatchError(
-                "a change of the generated file has no effect, so that it is not shown to be right; the file was not written",
-                where=f"{generated.spans.show(span)} ({part})", hint="please report the patch and the model's config",
+                f"the modeling file imports {found[0]}, and a generated one is to need nothing of it", where=ast.unparse(n),
+                hint="use `graphalign.apply`",
             )  # fmt: skip
-    return Verified(tuple(str(r) for r in reference.results), count, recapture is not None)
 
 
-def _refuse_sites(report: Report, spec: PatchSpec) -> None:
-    if left := _remaining(report, spec):
+def _refuse_sites(left: dict[str, int]) -> None:
+    if left:
         raise PatchError(
             "the generated file leaves sites that the patch removes, and was not written",
             where=", ".join(f"{n} of {g}" for g, n in left.items()), hint="use `graphalign.apply`; please report the patch",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphalign.evaluate.aten import TRANSPARENT, base
-from graphalign.ir.frames import is_modeling_file
+from graphalign.ir.frames import is_modeling_file, relative_file
 from graphalign.rewrite.analyse import DEAD
 from graphalign.source.spans import RECORD, Spans, instrumented_file
 from graphalign.source.stock import Stock, load_module, restore, swap_classes
@@ -35,6 +36,8 @@ class Op:
     outs: tuple[int, ...]
     here: bool
     """Whether the instrumented file runs it, not another modeling file."""
+    text: str = ""
+    """`line 61`; of another modeling file also its name, and the line's text."""
 
     @property
     def transparent(self) -> bool:
@@ -132,17 +135,23 @@ class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.alive.append(t)
                 self.ids[id(t)] = ins[0] if ins else self.number(t)
             return out
-        function, here = self._function(sys._getframe(1))
+        function, here, text = self._function(sys._getframe(1))
         module = self.modules[-1] if self.modules else ""
         ordinal = self.counts[module, function, op]
         self.counts[module, function, op] += 1
-        self.trace.events.append(Op(module, function, op, ordinal, ins, tuple(self.number(t) for t in made), here))
+        self.trace.events.append(Op(module, function, op, ordinal, ins, tuple(self.number(t) for t in made), here, text))
         return out
 
-    def _function(self, frame: FrameType | None) -> tuple[str, bool]:
+    def _function(self, frame: FrameType | None) -> tuple[str, bool, str]:
         while frame is not None:
             name = frame.f_code.co_filename
             if name == self.file or is_modeling_file(name):
-                return frame.f_code.co_qualname, name == self.file
+                here = name == self.file
+                text = (
+                    f"line {frame.f_lineno}"
+                    if here
+                    else f"{relative_file(name)}:{frame.f_lineno} {linecache.getline(name, frame.f_lineno).strip()}"
+                )
+                return frame.f_code.co_qualname, here, text
             frame = frame.f_back
-        return "", False
+        return "", False, ""

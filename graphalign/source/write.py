@@ -10,6 +10,8 @@ from graphalign.errors import PatchError
 from graphalign.ir.files import write_bytes
 from graphalign.source.generate import Generated
 
+DOCUMENTS = frozenset({"auto_docstring"})
+"""Decorators of Transformers 5 that write a docstring and take functions for classes outside their class; left out of single functions."""
 STYLES = ("module", "override", "patchgen")
 
 
@@ -62,7 +64,7 @@ def override(generated: Generated) -> str:
         for x in generated.text.split("\n")
         if x.startswith(("# Made by", "# source sha", "# patch sha", "# target", "# regime", "# versions"))
     ]
-    out = [*lines, "", "import sys", "", "import torch", "", f"import {stock.module} as stock", ""]
+    out = [*lines, "", "import torch", f"import {stock.module} as stock", ""]
     sets = [x for x in generated.body.split("\n") if x.startswith("_LAYERS_")]
     out += [*sets, *([""] if sets else []), ""]
     pieces, table = [], []
@@ -75,10 +77,11 @@ def override(generated: Generated) -> str:
             pieces.append(_with_stock_names(_renamed(text, name, label), stock.text, found, label))
             table.append((owner, name, label))
     out.append("\n\n\n".join(pieces))
+    out.append(generated.helpers.rstrip("\n"))
     out += ["", "", "def patch():", '    """Put the changed functions into the stock module, for every model of it in this process."""']
     for owner, name, label in table:
         out.append(f"    stock.{f'{owner}.' if owner else ''}{name} = {label}")
-    return "\n".join(out).replace("import sys\n\n", "") + "\n"
+    return "\n".join(out) + "\n"
 
 
 def patchgen(generated: Generated) -> str:
@@ -90,7 +93,7 @@ def patchgen(generated: Generated) -> str:
         *comments,
         "",
         "import torch",
-        "from patchgen import PatchConfig",
+        "from veomni.patchgen.patch_spec import PatchConfig",
         "",
         f"from {generated.stock.module} import *  # noqa: F403",
         "",
@@ -105,10 +108,14 @@ def patchgen(generated: Generated) -> str:
     ]
     for x in (x for x in generated.body.split("\n") if x.startswith("_LAYERS_")):
         out.append(f"config.add_post_import_block({x!r})")
+    if generated.helpers:
+        block = generated.helpers.strip("\n").replace("\\", "\\\\").replace('"""', '\\"\\"\\"')
+        out += [f'config.add_post_import_block("""\n{block}\n""")']
     for owner, names in found.items():
         for name in names:
             how = f'override_method("{owner}.{name}")' if owner else f'replace_function("{name}")'
-            out += ["", "", f"@config.{how}", _dedented(after[owner, name])]
+            label = f"{owner}_{name}_aligned".lstrip("_")  # patchgen gives it the name of what it replaces
+            out += ["", "", f"@config.{how}", _renamed(after[owner, name], name, label)]
     return "\n".join(out) + "\n"
 
 
@@ -118,9 +125,10 @@ def _definitions(text: str) -> dict[tuple[str, str], str]:
 
     def add(owner: str, n: ast.FunctionDef) -> None:
         first = min([n.lineno, *(d.lineno for d in n.decorator_list)])
+        documents = {d.lineno for d in n.decorator_list if isinstance(d, ast.Name) and d.id in DOCUMENTS}
         key = (owner, n.name)
         if key not in out:
-            out[key] = "\n".join(lines[first - 1 : n.end_lineno])
+            out[key] = "\n".join(lines[i - 1] for i in range(first, (n.end_lineno or first) + 1) if i not in documents)
 
     for n in ast.parse(text).body:
         if isinstance(n, ast.FunctionDef):

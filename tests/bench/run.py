@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import resource
 import statistics
@@ -78,17 +79,42 @@ def simulate(model: str, out: Path, target: str = "h100") -> dict[str, dict[str,
     return {f"inference capture, {target}": seconds}
 
 
+def train(model: str, out: Path) -> dict[str, dict[str, float]]:
+    """Seconds of a training capture at full width and depth, in a process of its own, whose peak memory is printed.
+
+    The resident set counts a shared page once for every address at which it was read.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "graphalign",
+        "capture",
+        "training",
+        model,
+        "-o",
+        str(out / f"{model.replace(':', '-')}.train.json.gz"),
+    ]
+    began = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    seconds = time.perf_counter() - began
+    if status:
+        raise SystemExit(f"failed: {' '.join(command)}")
+    print(f"{model}, training: {seconds:.1f} s, peak resident set {usage.ru_maxrss / 2**20:.2f} GiB")
+    return {"training capture, own process": {"all": seconds}}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=["example:qwen3"])
-    parser.add_argument("--simulate", nargs="*", default=list(PAPER), help="capture these for an H100 that isn't here")
+    parser.add_argument("--simulate", nargs="*", default=list(PAPER), help="capture these for an H100 that isn't here, and their trainers")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("out/bench"))
     parser.add_argument("--no-depth", action="store_true", help="leave out the models of 9 to 72 layers")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     results = {model: measure(model, options.out, options.repeat) for model in options.models}
-    results |= {model: simulate(model, options.out) for model in options.simulate}
+    results |= {model: simulate(model, options.out) | train(model, options.out) for model in options.simulate}
     table = Table("model", "job", "stage", "seconds", title=f"graphalign find on {platform.machine()}, {platform.python_version()}")
     for model, jobs in results.items():
         for job, stages in jobs.items():

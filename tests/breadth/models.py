@@ -17,19 +17,35 @@ NOISE = 0.2
 @functools.cache
 def recipes() -> dict[str, dict[str, Any]]:
     """Name to recipe: `type`, the regime (`DEFAULTS`), and what else the configuration takes."""
-    text = yaml.safe_load((Path(__file__).parent / "models.yaml").read_text())
-    return {name: {**DEFAULTS, **text["common"], **recipe} for name, recipe in text["models"].items()}
+    return _recipes("models.yaml")
+
+
+@functools.cache
+def more() -> dict[str, dict[str, Any]]:
+    """The same for models of README's table that are not recorded."""
+    return _recipes("more.yaml")
+
+
+def _recipes(file: str) -> dict[str, dict[str, Any]]:
+    folder = Path(__file__).parent
+    common = yaml.safe_load((folder / "models.yaml").read_text())["common"]
+    return {name: {**DEFAULTS, **common, **recipe} for name, recipe in yaml.safe_load((folder / file).read_text())["models"].items()}
+
+
+def recipe(name: str) -> dict[str, Any]:
+    """The recipe of a model, recorded or not."""
+    return recipes()[name] if name in recipes() else more()[name]
 
 
 def config(name: str) -> Any:
     """The Transformers configuration of a model."""
     import transformers
 
-    recipe = {k: v for k, v in recipes()[name].items() if k not in DEFAULTS}
-    kind = recipe.pop("type")
+    given = {k: v for k, v in recipe(name).items() if k not in DEFAULTS}
+    kind = given.pop("type")
     if isinstance(getattr(transformers.CONFIG_MAPPING[kind], "head_dim", None), property):
-        del recipe["head_dim"]
-    return transformers.AutoConfig.for_model(kind, **recipe)
+        del given["head_dim"]
+    return transformers.AutoConfig.for_model(kind, **given)
 
 
 def build(name: str, seed: int = 0) -> Any:
@@ -41,11 +57,11 @@ def build(name: str, seed: int = 0) -> Any:
     import torch
     import transformers
 
-    recipe = recipes()[name]
+    made = recipe(name)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
-        dtype = getattr(torch, recipe["dtype"])
-        model = transformers.AutoModelForCausalLM.from_config(config(name), dtype=dtype, attn_implementation=recipe["attention"])
+        dtype = getattr(torch, made["dtype"])
+        model = transformers.AutoModelForCausalLM.from_config(config(name), dtype=dtype, attn_implementation=made["attention"])
         for p in model.parameters():
             if p.dim() == 1:
                 p.add_(NOISE * torch.randn(p.shape).to(p.dtype))

@@ -1,6 +1,8 @@
-"""Captures the models of `models.yaml` anew and prints what the diff says: `python -m tests.breadth.record [NAME …] --out DIR`.
+"""Captures the models of `models.yaml` and `more.yaml` anew, and prints what the diff says.
 
-An engine start is a minute on two cores, so all of them take an hour. A model that is in DIR already is not captured again. With
+    python -m tests.breadth.record [NAME …] --out DIR
+
+An engine start is a minute on two cores, so all of them take an hour and a half. A model that is in DIR already is not captured again. With
 `--training-only` the engine's side is the one recorded in `captures/`.
 """
 
@@ -23,7 +25,7 @@ from tests.breadth.captured import CAPTURES, counts, entries
 
 def training(name: str, folder: Path) -> TrainingGraph:
     """The trainer's side of a model, in the regime of its recipe."""
-    recipe = models.recipes()[name]
+    recipe = models.recipe(name)
     chosen = {k: recipe[k] for k in ("attention", "dtype", "autocast", "logprobs") if recipe[k] is not None}
     return capture_training(folder, **chosen)
 
@@ -52,7 +54,7 @@ def main() -> None:
     parser.add_argument("--training-only", action="store_true")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    for name in options.names or models.recipes():
+    for name in options.names or [*models.recipes(), *models.more()]:
         try:
             found = diff(*capture(name, options.out, options.training_only))
         except GraphalignError as e:

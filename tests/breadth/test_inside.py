@@ -1,7 +1,8 @@
 """The inside of composite anchors: what the engine's op gave for drawn weights and inputs, against the trainer's recorded subgraph.
 
 The trainer is changed in its capture, one op at a time, in ways that public bug reports describe. `inside` holds captures of the recipes of
-`models.yaml`; its Qwen3-Next has heads of 128 elements (one for keys, two for values): vLLM's delta net on the CPU has no kernel for 32.
+`models.yaml`; its Qwen3-Next has heads of 128 elements (one for keys, two for values): vLLM's delta net on the CPU has no kernel for 32;
+its LFM2 names the width of its convolution, which vLLM 0.32 reads. Every second mixer of Zamba 2 is a module deeper than the others.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def edited(training: TrainingGraph, module: str, op: str, change: Change, ordina
     return training.model_copy(update={"nodes": tuple(nodes)})
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "nemotron_h", "qwen3_moe", "qwen3_next"])
+@pytest.mark.parametrize("name", ["gpt_oss", "lfm2", "nemotron_h", "qwen3_moe", "qwen3_next", "zamba2"])
 def test_stock_trainers_are_the_same_function(name: str) -> None:
     found = diff(*captures(name))
     assert found.semantic == ()
@@ -83,6 +84,8 @@ DEVIATIONS: dict[str, tuple[str, str, str, Change, int | None]] = {
     "another dt clamp": ("nemotron_h", ".mixer", "aten.clamp.default", constant(0.001, 0.1), None),
     "A is positive": ("nemotron_h", ".mixer", "aten.neg.default", dropped(), None),
     "no activation behind the convolution": ("nemotron_h", ".mixer", "aten.silu.default", dropped(), None),
+    "no gate behind the short convolution": ("lfm2", ".conv", "aten.mul.Tensor", dropped(1), 1),
+    "no softplus where the mixer is deeper inside": ("zamba2", ".mamba_decoder.mamba", "aten.softplus.default", dropped(), None),
     "another activation in the experts": ("qwen3_moe", ".act_fn", "aten.silu.default", other("aten.relu.default"), None),
     "no routing weights": ("qwen3_moe", ".experts", "aten.mul.Tensor", dropped(), 1),
     "no l2norm of the query": ("qwen3_next", ".linear_attn", "aten.rsqrt.default", dropped(), 0),

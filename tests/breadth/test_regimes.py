@@ -109,14 +109,18 @@ def test_the_attention_implementation_changes_nothing_outside_attention(folder: 
 
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (3, None), (None, 5.0)])
 def test_the_stand_in_attends_as_eager_does(window: int | None, softcap: float | None) -> None:
-    from graphalign.engines.flash import attend
+    from transformers.integrations.flash_attention import flash_attention_forward
+
+    from graphalign.engines.flash import stand_in
 
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, h, 7, 16, generator=generator) for h in (4, 2, 2))
     module = nn.Module()
     module.is_causal = True
-    module.config = type("Config", (), {"_is_quantized": False, "dtype": torch.float32})()
-    found, _ = attend(module, q, k, v, None, scaling=0.3, sliding_window=window, softcap=softcap)
+    config = type("Config", (), {"_is_quantized": False, "dtype": torch.float32, "get_text_config": lambda self: self})()
+    module.config = config
+    stand_in(module)
+    found, _ = flash_attention_forward(module, q, k, v, None, scaling=0.3, sliding_window=window, softcap=softcap)
     scores = torch.einsum("bhqd,bhkd->bhqk", q.double(), k.double().repeat_interleave(2, 1)) * 0.3
     if softcap:
         scores = softcap * (scores / softcap).tanh()

@@ -14,6 +14,7 @@ from graphalign.dumps.collect import Collection, collect
 from graphalign.dumps.findings import precision
 from graphalign.dumps.measure import report
 from graphalign.dumps.rows import Fault
+from graphalign.errors import GapInputError
 from graphalign.verify.gap.statistics import summarise
 from tests.dumps import samples
 from tests.gap.data import log_softmax
@@ -208,9 +209,12 @@ def test_rounding_alone_is_not_taken_for_truncation(tmp_path: Path) -> None:
         assert abs(result.sampling_bias.value) < 2e-3
 
 
-def test_another_temperature_is_no_gap(tmp_path: Path) -> None:
-    run = samples.run(60, 120, temperature=0.7)
-    run.training = [x.astype(np.float32).astype(np.float64) for x in run.policy.logprobs(1.0)]
+@pytest.mark.parametrize("temperature", [0.7, 0.95, 1.05])
+def test_another_temperature_is_no_gap(temperature: float, tmp_path: Path) -> None:
+    run = samples.run(60, 120, temperature=temperature)
+    rng = np.random.default_rng(2)
+    training = [log_softmax(z + 0.05 * rng.normal(size=z.shape)) for z in run.policy.logits]
+    run.training = [x[np.arange(len(i)), i].astype(np.float32).astype(np.float64) for x, i in zip(training, run.responses, strict=True)]
     result = report(read(tmp_path, samples.own(run)), resamples=500)
     assert result.gap is None
     assert "temperature" in result.findings[0].hint or "temperature" in result.findings[0].what
@@ -249,6 +253,18 @@ def test_responses_in_another_order_are_no_gap(tmp_path: Path) -> None:
     result = report(read(tmp_path, rows), resamples=200)
     assert result.gap is None
     assert "not of the same tokens" in result.findings[0].what
+    assert "furthest apart at x.jsonl line " in result.findings[0].where
+
+
+def test_a_column_that_was_never_computed_names_the_switch(tmp_path: Path) -> None:
+    """NeMo-RL writes zeros for prev_logprobs with force_on_policy_ratio."""
+    rows = samples.nemo(BIG)
+    for row in rows:
+        row["prev_logprobs"] = [[0.0] * len(row["prev_logprobs"][0])]
+        row["sample_loss_mask"] = [0.5]  # a weight, which does count
+    with pytest.raises(GapInputError, match="zeros where log-probabilities should be") as e:
+        report(read(tmp_path, rows, "train_data_step1.jsonl"), resamples=200)
+    assert "force_on_policy_ratio=false" in e.value.hint
 
 
 def test_rows_of_top_tokens_that_hold_everything_were_renormalised(tmp_path: Path) -> None:

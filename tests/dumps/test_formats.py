@@ -220,6 +220,13 @@ def test_the_engine_against_itself_from_two_requests(tmp_path: Path) -> None:
     assert found.engine_gap == summarise(RUN.inference, prefill, resamples=200)
 
 
+def test_prompts_that_were_only_scored_are_no_samples(tmp_path: Path) -> None:
+    path = samples.write_lines(tmp_path / "a.jsonl", samples.prefills(RUN, RUN.inference))
+    with pytest.raises(GapInputError, match="only score 6 prompts") as e:
+        report(read(path), resamples=200)
+    assert "that sampled them" in e.value.hint
+
+
 def test_an_echo_is_not_taken_for_the_response(tmp_path: Path) -> None:
     lines = samples.completions(RUN)
     for i, line in enumerate(lines):
@@ -228,6 +235,13 @@ def test_an_echo_is_not_taken_for_the_response(tmp_path: Path) -> None:
         inner["tokens"] = ["x"] * len(inner["token_logprobs"])
     found = read(samples.write_lines(tmp_path / "x.jsonl", lines))
     assert [k.inference.tolist() for k in found.kept] == [x.tolist() for x in RUN.inference]
+
+
+def test_files_that_are_one_piece_of_json(tmp_path: Path) -> None:
+    for name, content in (("list.json", samples.completions(RUN)), ("one.json", samples.completions(RUN)[0])):
+        path = tmp_path / name
+        path.write_text(json.dumps(content, indent=1))
+        assert next(k.inference.tolist() for k in read(path).kept) == RUN.inference[0].tolist()
 
 
 def test_a_folder_is_searched_and_steps_are_kept_apart(tmp_path: Path) -> None:
@@ -245,6 +259,19 @@ def test_a_folder_is_searched_and_steps_are_kept_apart(tmp_path: Path) -> None:
         expand([samples.write_lines(tmp_path / "empty" / "a.txt", []).parent])
     with pytest.raises(BadInputError, match="no such file"):
         expand([tmp_path / "nope.jsonl"])
+
+
+def test_a_response_in_several_files_counts_once(tmp_path: Path) -> None:
+    """Ranks of one tensor-parallel group write the same; samples of one prompt in one file may be equal."""
+    for rank in (0, 1):
+        samples.write_torch(tmp_path / "train_data" / f"12_{rank}.pt", samples.slime_columns(RUN))
+    found = read(*sorted((tmp_path / "train_data").iterdir()))
+    assert (found.with_training, found.repeated) == (len(RUN), len(RUN))
+    result = report(found, resamples=200)
+    assert result.gap == summarise(RUN.inference, RUN.training, resamples=200)
+    assert "6 responses are in several files" in result.notes[0]
+    twice = read(samples.write_lines(tmp_path / "x.jsonl", samples.own(RUN) * 2))
+    assert (twice.with_training, twice.repeated) == (2 * len(RUN), 0)
 
 
 def test_our_own_rows_are_checked_when_they_are_written(tmp_path: Path) -> None:
@@ -268,3 +295,20 @@ def test_our_own_rows_are_checked_when_they_are_written(tmp_path: Path) -> None:
 
 def test_the_schema_of_adapters_is_closed() -> None:
     assert Adapter.model_config["extra"] == "forbid"
+
+
+def test_answers_of_the_real_server() -> None:
+    """vLLM 0.32.0 on CPU with SmolLM2-135M: four completions, each scored again as a prompt; a chat at temperature 0.7; an echo."""
+    found = read(Path(__file__).with_name("data") / "vllm_server_0.32.0.jsonl")
+    assert not found.faults
+    assert [len(k.inference) for k in found.kept] == [12, 12, 12, 12, 12, 4]
+    prompt, response = tokens_of(found.kept)[0]
+    assert (prompt.tolist(), response.tolist()[:3]) == ([504, 3575, 282, 4649, 314], [7042, 30, 378])
+    assert tokens_of(found.kept)[5][1].tolist() == [28, 7348, 25, 198]
+    assert [k.prefill is not None for k in found.kept] == [True] * 4 + [False] * 2
+    result = report(found, resamples=200)
+    assert result.engine_gap is not None
+    assert result.engine_gap.tokens == 48
+    assert 0 < result.engine_gap.k3.value < 0.01  # decode against prefill of the same weights
+    assert [f.kind for f in result.findings] == ["sampling"]
+    assert "temperature=0.7 (1 responses), top_p=0.9 (1 responses)" in result.findings[0].what

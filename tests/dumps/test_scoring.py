@@ -202,6 +202,17 @@ def test_the_command_line_scores_a_folder(played: tuple[torch.nn.Module, PatchSp
     assert json.loads((tmp_path / "out" / "gap.json").read_text())["scored"] == found["scored"]
 
 
+def test_a_response_that_was_written_twice_is_scored_once(tmp_path: Path) -> None:
+    from graphalign.dumps.scoring import _scorable
+
+    run = samples.run()
+    paths = [samples.write_torch(tmp_path / "rollout_data" / "12.pt", samples.slime_rollout(run)),
+             samples.write_torch(tmp_path / "train_data" / "12.pt", samples.slime_train(run))]  # fmt: skip
+    kept = _scorable(collect(paths, load_formats(), progress=lambda *_: None))
+    assert len(kept) == len(run)
+    assert all(k.training is not None for k in kept)
+
+
 def test_rows_that_cannot_be_scored_are_named(tmp_path: Path) -> None:
     from graphalign.dumps.scoring import score_dump
 

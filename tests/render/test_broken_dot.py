@@ -1,4 +1,4 @@
-"""Drawing never decides a result: a `dot` that is broken, half installed or hangs costs the diagrams, in words, and nothing else."""
+"""Drawing never decides a result: a `dot` that is broken, half installed or hangs costs, without the wheel, the diagrams and no more."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 import graphalign.cli_render
 from graphalign.cli import app
 from graphalign.ir.files import write_json
-from graphalign.render import dot
+from graphalign.render import dot, wheel
 from graphalign.render.page import render_page
 from tests.fixtures.recorded import report
 from tests.render import needs
@@ -24,15 +24,22 @@ BROKEN = {
 }
 
 
-def install(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch, mode: int = 0o755) -> None:
+def install(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Put a script in the place of `dot`."""
     program = folder / "dot"
     program.write_text(f"#!/bin/sh\n{script}\n")
-    program.chmod(mode)
+    program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    return program
+
+
+@pytest.fixture
+def no_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wheel, "program", lambda: None)
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-def test_a_broken_dot_is_named_and_the_page_is_written(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_dot_is_named_and_the_page_is_written(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_wheel: None) -> None:
     script, words = BROKEN[kind]
     install(tmp_path, script, monkeypatch)
     said = graphalign.cli_render.write_report(report("qwen3"), tmp_path / "report.html")
@@ -44,7 +51,7 @@ def test_a_broken_dot_is_named_and_the_page_is_written(kind: str, tmp_path: Path
     assert "does not work here" in page
 
 
-def test_a_dot_that_hangs_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dot_that_hangs_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_wheel: None) -> None:
     monkeypatch.setattr(dot, "SECONDS", 0.2)
     install(tmp_path, f"echo x >> {tmp_path}/calls; exec sleep 60", monkeypatch)
     page = render_page(report("qwen3"))
@@ -52,7 +59,7 @@ def test_a_dot_that_hangs_is_asked_once(tmp_path: Path, monkeypatch: pytest.Monk
     assert (tmp_path / "calls").read_text().count("x") <= 2
 
 
-def test_render_of_one_picture_fails_with_the_source_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_render_of_one_picture_fails_with_the_source_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_wheel: None) -> None:
     install(tmp_path, NO_PLUGINS, monkeypatch)
     write_json(tmp_path / "sites.json", report("qwen3"))
     result = CliRunner().invoke(app, ["render", str(tmp_path / "sites.json"), "-o", str(tmp_path / "x.svg"), "--group", "rope"])
@@ -62,7 +69,7 @@ def test_render_of_one_picture_fails_with_the_source_beside_it(tmp_path: Path, m
     assert not (tmp_path / "x.svg").exists()
 
 
-@needs.dot
+@needs.drawing
 def test_one_diagram_that_fails_costs_only_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     run = dot._run
 

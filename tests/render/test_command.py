@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 import graphalign.cli_render  # noqa: F401  (registers the command)
 from graphalign.cli import app
 from graphalign.ir.files import write_json
+from graphalign.render import wheel
 from tests.fixtures.recorded import report
 from tests.render import needs
 
@@ -30,6 +31,7 @@ def run(*arguments: str | Path, code: int = 0) -> tuple[str, str]:
 @pytest.fixture
 def no_dot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(wheel, "program", lambda: None)
 
 
 def test_text_by_default(sites: Path, tmp_path: Path) -> None:
@@ -39,7 +41,7 @@ def test_text_by_default(sites: Path, tmp_path: Path) -> None:
     assert (tmp_path / "diff.txt").read_text() == printed
 
 
-@needs.dot
+@needs.drawing
 def test_every_form(sites: Path, tmp_path: Path) -> None:
     for name, start in (("diff.svg", "<svg "), ("diff.dot", "digraph graphalign"), ("report.html", "<!doctype html>")):
         assert run(sites, "-o", tmp_path / name, "--group", "rope")[0].strip() == str(tmp_path / name)
@@ -49,7 +51,7 @@ def test_every_form(sites: Path, tmp_path: Path) -> None:
     assert "swiglu.1" not in (tmp_path / "diff.svg").read_text()
 
 
-@needs.dot
+@needs.drawing
 def test_what_does_not_fit_on_a_page_is_several_files(sites: Path, tmp_path: Path) -> None:
     names = [tmp_path / "n.svg", tmp_path / "n-2.svg"]
     assert run(sites, "-o", names[0], "--group", "norm_weight")[0].split() == [str(n) for n in names]

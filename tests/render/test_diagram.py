@@ -46,7 +46,7 @@ def test_a_site_is_filled_where_it_is_rounded() -> None:
         assert sorted("BF16" in n for n in nodes) == [False, True]
 
 
-@needs.dot
+@needs.drawing
 def test_sites_and_partners_are_at_the_same_height() -> None:
     drawn = svg(rope())
     heights: dict[str, set[str]] = {}
@@ -60,7 +60,7 @@ def test_sites_and_partners_are_at_the_same_height() -> None:
     assert all(len(ys) == 1 for ys in heights.values()), heights
 
 
-@needs.dot
+@needs.drawing
 def test_training_is_left() -> None:
     x: dict[str, list[float]] = {"t": [], "i": []}
     for g in svg(rope()).iter(f"{{{SVG}}}g"):
@@ -70,7 +70,7 @@ def test_training_is_left() -> None:
     assert max(x["t"]) < min(x["i"])
 
 
-@needs.dot
+@needs.drawing
 def test_hover_says_source_line_and_evidence() -> None:
     titles = [t.text or "" for t in svg(rope()).iter(f"{{{SVG}}}title")]
     assert any("rope.1: trainer rounds to BF16" in t and "modeling_qwen3.py:160" in t and "in registers" in t for t in titles)
@@ -83,7 +83,7 @@ def test_colours_differ_from_the_page_and_in_grey_by_line() -> None:
         assert contrast > 3, f"{color} on white"
 
 
-@needs.dot
+@needs.drawing
 def test_only_shapes_and_text() -> None:
     tags = {e.tag.rpartition("}")[2] for e in svg(rope()).iter()}
     assert tags <= {"svg", "g", "path", "polygon", "polyline", "ellipse", "text", "title"}

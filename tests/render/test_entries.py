@@ -86,7 +86,7 @@ def test_another_function_shows_what_each_side_computes() -> None:
     assert "erf" in ops["i"]
 
 
-@needs.dot
+@needs.drawing
 def test_the_command_draws_them_with_the_reason(tmp_path: Path) -> None:
     write_json(tmp_path / "sites.json", whole("gpt_neox"))
 
@@ -107,7 +107,7 @@ def test_the_command_draws_them_with_the_reason(tmp_path: Path) -> None:
     ]
 
 
-@needs.dot
+@needs.drawing
 def test_the_page_links_an_entry_to_its_diagram(browser: Browser, tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     path.write_text(render_page(whole("gpt_neox")))

@@ -91,7 +91,7 @@ def test_the_search_still_works_on_hostile_names(browser: Browser, tmp_path: Pat
     assert browser.js("document.getElementById('count').textContent") == "22 of 22 sites"
 
 
-@needs.dot
+@needs.dot  # called by name below
 def test_diagrams_hold_the_payload_as_text() -> None:
     r = hostile()
     assert r.drawing is not None

@@ -21,7 +21,7 @@ def words(svg: str) -> list[str]:
     return [e.text for e in ET.fromstring(svg).iter() if e.tag in (f"{{{SVG}}}text", f"{{{SVG}}}title") and e.text]
 
 
-@needs.dot
+@needs.drawing
 def test_the_diagram() -> None:
     drawing = report("qwen3").drawing
     assert drawing is not None
@@ -31,7 +31,7 @@ def test_the_diagram() -> None:
     assert words((IMAGES / "rope.svg").read_text()) == words(svg)
 
 
-@needs.dot
+@needs.drawing
 def test_the_screenshot(browser: Browser, page: Path) -> None:
     browser.look(width=1280, height=1240)
     browser.open(page)

@@ -25,7 +25,7 @@ def outputs(notebook: nbformat.NotebookNode) -> list[str]:
     return found
 
 
-@needs.dot
+@needs.drawing
 @pytest.mark.parametrize("name", [*NAMES[:3], pytest.param(NAMES[3], marks=pytest.mark.slow)])
 def test_a_notebook_runs_and_says_the_same(name: str) -> None:
     committed = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)

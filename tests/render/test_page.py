@@ -16,7 +16,7 @@ from tests.render.browser import Browser
 SHOWN = "[...document.querySelectorAll('#sites tbody tr')].filter(r => !r.hidden).map(r => r.querySelector('a').textContent)"
 
 
-pytestmark = needs.dot
+pytestmark = needs.drawing
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from torch import fx
 import graphalign
 import graphalign.rewrite.live as live
 from graphalign.capture.training import record_forward
-from graphalign.engines.trainer import fill_dummy
+from graphalign.engines.dummy import fill_dummy
 from graphalign.patch.make import make_spec
 from graphalign.patch.spec import PatchSpec
 from graphalign.sites.find import diff

@@ -47,8 +47,7 @@ def verified(name: str) -> Generated:
     model, patch = models.build(name), spec(name)
     reference = Reference(model, patch, allow_stale=True)  # Transformers stamps another config into what is built in memory
     found = generate(model, patch)
-    verify(reference, found, lambda m: again(name, m))
-    return found
+    return verify(reference, found, lambda m: again(name, m)).generated
 
 
 def outcome(name: str) -> Outcome:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +18,8 @@ import torch
 from graphalign.errors import PatchError
 from graphalign.source.generate import Generated, generate
 from graphalign.source.ids import MARK
-from graphalign.source.verify import in_place
-from graphalign.source.write import changed, files, moved, write
+from graphalign.source.verify import differing, execute, in_place, refuse_imports, runs
+from graphalign.source.write import STYLES, changed, files, moved, write
 from tests.breadth import models
 from tests.source.generated import spec
 
@@ -49,10 +53,11 @@ def test_diffs_fit_on_a_screen(name: str) -> None:
     assert 0 < file(name).changed_lines <= 15
 
 
-@pytest.mark.parametrize("name", ["qwen3_tail", "gemma2_eager"])
-def test_files_pass_ruff_and_need_nothing_of_ours(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("name", ["qwen3_tail", "gemma2_eager", "arcee"])
+def test_files_pass_ruff_and_need_nothing_of_ours(name: str, style: str, tmp_path: Path) -> None:
     path = tmp_path / "modeling_aligned.py"
-    write(files(file(name), path, "module"))
+    write(files(file(name), path, style))
     done = subprocess.run([sys.executable, "-m", "ruff", "check", "--isolated", str(path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
     named = {n.module or "" for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ImportFrom)}
@@ -115,4 +120,107 @@ def test_layers_that_differ_have_a_condition() -> None:
     """Where a norm reads its input rounded is for its callers to say: it does not know its layer."""
     found = "\n".join(added("arcee"))
     assert "def forward(self, hidden_states: torch.Tensor, rounded=False) -> torch.Tensor:" in found
+    assert "residual = _rounded_once(hidden_states, self.self_attn.layer_idx == 1)" in found
+    assert "hidden_states = _rounded_once(hidden_states, rounded) * torch.rsqrt" in found
     assert "self.post_attention_layernorm(hidden_states, rounded=self.self_attn.layer_idx" in found
+
+
+def test_a_value_is_rounded_once_for_all_its_readers() -> None:
+    """Two casts of one value would round its gradients one by one, where `apply` adds them up first."""
+    once: Any = file("arcee").load()["_rounded_once"]
+    x = torch.randn(3, requires_grad=True)
+    assert once(x, False) is x
+    assert once(x) is once(x)
+    assert once(x).dtype == torch.bfloat16
+    assert once(x, wide=True) is once(x, wide=True)
+    assert once(x, wide=True).dtype == torch.float32
+    with torch.no_grad():
+        assert not once(x).requires_grad
+    assert once(x).requires_grad, "what was rounded without gradients is rounded again where they flow"
+
+
+def test_readers_of_what_a_norm_widens_share_it_in_fp32() -> None:
+    found = "\n".join(added("cohere"))
+    assert found.count("(_rounded_once(hidden_states, rounded, wide=True) - mean)") == 2
+
+
+def test_a_value_is_rounded_where_a_variable_gets_it() -> None:
+    """Before its other readers, so that gradients are added up in `apply`'s order."""
+    assert "residual = hidden_states.to(torch.bfloat16)" in "\n".join(added("granite_moe_h100"))
+
+
+def test_layers_of_two_kinds_know_their_number() -> None:
+    assert "rounded=(self.self_attn or self.mamba).layer_idx == 1)" in "\n".join(added("granite_hybrid"))
+
+
+def test_what_differs_in_another_file_is_refused_with_its_line() -> None:
+    with pytest.raises(PatchError) as e:
+        file("apertus")
+    assert "one expression must compute in FP32" in e.value.what
+    assert re.fullmatch(r"transformers/activations.py:\d+ alpha_n = .*softplus.*", e.value.where)
+
+
+@pytest.mark.parametrize("name", ["qwen3_tail", "arcee", "olmo2"])
+def test_only_the_changed_functions_are_the_whole_file(name: str, tmp_path: Path) -> None:
+    """Style `override`: imported, and its `patch` called, it computes what the whole file computes, gradients too."""
+    made, path = file(name), tmp_path / "override.py"
+    write(files(made, path, "override"))
+    model = models.build(name)
+    run = runs(model)[1]
+    with in_place(model, made):
+        wanted = execute(model, run)
+    module: Any = ModuleType("override")
+    exec(path.read_text(), module.__dict__)
+    stock = sys.modules[made.stock.module]
+    before = {id(x): dict(vars(x)) for x in [stock, *(x for x in vars(stock).values() if isinstance(x, type))]}
+    module.patch()
+    try:
+        assert differing(wanted, execute(model, run)) == []
+    finally:
+        for x in [stock, *(x for x in vars(stock).values() if isinstance(x, type))]:
+            for k, v in before[id(x)].items():
+                if vars(x).get(k) is not v:
+                    setattr(x, k, v)
+    assert differing(wanted, execute(model, run)) != []
+
+
+def test_register_lets_auto_classes_build_it() -> None:
+    import transformers
+
+    names: dict[str, Any] = file("qwen3_tail").load("graphalign_generated_registered")
+    table = transformers.AutoModelForCausalLM._model_mapping
+    extra = dict(table._extra_content)
+    try:
+        names["register"]()
+        model = transformers.AutoModelForCausalLM.from_config(models.config("qwen3_tail"), dtype=torch.bfloat16)
+        assert type(model) is names["Qwen3ForCausalLM"]
+    finally:
+        table._extra_content.clear()
+        table._extra_content.update(extra)
+
+
+def test_an_import_of_ours_is_refused() -> None:
+    made = file("qwen3_tail")
+    with pytest.raises(PatchError, match=r"imports torch\._dynamo"):
+        refuse_imports(replace(made, text=made.text + "import torch._dynamo\n"))
+
+
+def test_a_step_inside_a_fused_op_is_refused_with_its_expression() -> None:
+    with pytest.raises(PatchError) as e:
+        file("gpt2")
+    assert e.value.what == "an edit of residual_layernorm is a step inside native_layer_norm, and no expression of a modeling file runs it"
+    assert re.fullmatch(r"line \d+: self.ln_2\(hidden_states\); in transformer.h.0.ln_2", e.value.where)
+
+
+def test_a_write_into_a_tensor_of_the_low_format_reads_rounded() -> None:
+    """Latent attention expands k to all heads and copies it into place: rounded there, the gradients of the heads would add up in FP32."""
+    assert "k_embed = torch.cat([(k1 * cos - k2 * sin).to(torch.bfloat16), (k2 * cos + k1 * sin).to(torch.bfloat16)], dim=-1)" in "\n".join(
+        added("youtu")
+    )
+
+
+def test_a_cast_that_does_nothing_in_the_stock_model_goes() -> None:
+    """It would round the FP32 stream of the generated one."""
+    found = file("nemotron_h")
+    assert "self.norm(hidden_states.to(dtype=self.norm.weight.dtype))" in found.stock.text
+    assert "self.norm(hidden_states)  # graphalign: residual_rmsnorm" in found.body
