@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphalign.align.align import Pair
 from graphalign.align.positions import Decisions, recorded_at
 from graphalign.align.regions import tail_ops
-from graphalign.capture.attention import one_sequence
 from graphalign.errors import AlignmentError
 from graphalign.evaluate.aten import ATTENTIONS, base
 from graphalign.ir.dataflow import Op
@@ -252,6 +251,8 @@ def replay(
 
 def run_replay(model: nn.Module, mode: Replay, values: EngineValues, *, autocast: str | None = None) -> list[Score]:
     """The same with a mode of one's own."""
+    from graphalign.capture.attention import one_sequence
+
     given = {"input_ids": torch.tensor([values.tokens])}
     if mode.far is not None:
         given["position_ids"] = torch.tensor([[*range(len(values.tokens) - 1), mode.far]])
