@@ -142,6 +142,7 @@ def _entries(title: str, entries: tuple[Entry, ...], style: str, console: Consol
     console.print(Text(f"{title}: {sum(e.count for e in entries)}", style=style))
     for e in entries[:12]:
         layers = f" [layers {ranges(e.layers)}]" if e.layers else ""
-        console.print(Text(f"  {e.what}{layers}: {e.reason}\n    at {e.where}"))
+        where = f"\n    at {e.where}" if e.where.strip() else ""
+        console.print(Text(f"  {e.what}{layers}: {e.reason}{where}"))
     if len(entries) > 12:
         console.print(Text(f"  … and {len(entries) - 12} more kinds, in sites.json"))
