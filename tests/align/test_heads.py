@@ -65,13 +65,13 @@ def wide(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("name", "head", "expected"),
-    [("llama", None, []), ("llama", wide, ["round"]), ("llama_fp32_head", None, ["keep"]), ("llama_fp32_head", wide, [])],
+    [("llama_3_layers", None, []), ("llama_3_layers", wide, ["round"]), ("llama_fp32_head", None, ["keep"]), ("llama_fp32_head", wide, [])],
     ids=["neither", "trainer", "engine", "both"],
 )
 def test_a_head_in_fp32(name: str, head: Head | None, expected: list[str]) -> None:
     report = found(name, trainer() if head is None else with_head(head))
     assert [kind for kind, *_ in tails(report)] == expected
-    assert others(report) == others(found("llama", trainer()))
+    assert others(report) == others(found("llama_3_layers", trainer()))
     assert [*report.semantic, *report.leftovers, *report.undetermined, *report.unpatchable, *report.conflicting, *report.uncompared] == []
     assert report.stats["check"]["lowest_with_sites"] == 1.0
 
@@ -88,7 +88,7 @@ def test_logits_that_the_engine_does_not_round() -> None:
 def test_a_tied_head() -> None:
     model = trainer()
     model.lm_head.weight = model.model.embed_tokens.weight
-    report = found("llama", model)
+    report = found("llama_3_layers", model)
     assert [e.reason for e in report.semantic] == ["the trainer multiplies by model.embed_tokens.weight, the engine by lm_head.weight"]
     assert not report.uncompared
 
@@ -96,7 +96,7 @@ def test_a_tied_head() -> None:
 def test_a_layer_that_shares_another_layers_weight() -> None:
     model = trainer()
     model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
-    report = found("llama", model)
+    report = found("llama_3_layers", model)
     words = "the trainer multiplies by model.layers.0.mlp.up_proj.weight, the engine by model.layers.1.mlp.up_proj.weight"
     assert words in [e.reason for e in report.semantic]
 
@@ -117,7 +117,7 @@ MADE = "the trainer multiplies by a matrix that it makes of lm_head.weight, the 
     ids=["flip", "index", "roll", "neg", "twice", "float16"],
 )
 def test_a_matrix_made_of_the_weight(make: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    report = found("llama", with_head(lambda self, x: F.linear(x, make(self.weight))))
+    report = found("llama_3_layers", with_head(lambda self, x: F.linear(x, make(self.weight))))
     assert MADE in [e.reason for e in report.semantic]
 
 
@@ -125,9 +125,9 @@ def test_a_matrix_made_of_the_weight(make: Callable[[torch.Tensor], torch.Tensor
     "same", [lambda w: w.t().contiguous().t(), lambda w: w.float().bfloat16(), lambda w: w * 1.0], ids=["layout", "cast", "one"]
 )
 def test_the_same_matrix_by_a_detour(same: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    report = found("llama", with_head(lambda self, x: F.linear(x, same(self.weight))))
+    report = found("llama_3_layers", with_head(lambda self, x: F.linear(x, same(self.weight))))
     assert [*report.semantic, *report.uncompared, *report.undetermined] == []
-    assert others(report) == others(found("llama", trainer()))
+    assert others(report) == others(found("llama_3_layers", trainer()))
 
 
 @pytest.mark.parametrize(
@@ -144,4 +144,4 @@ def test_the_same_matrix_by_a_detour(same: Callable[[torch.Tensor], torch.Tensor
     ids=["scaled logits", "scaled input", "soft-cap", "bias"],
 )
 def test_a_head_that_does_more(head: Head, words: str) -> None:
-    assert any(words in e.reason for e in found("llama", with_head(head)).semantic)
+    assert any(words in e.reason for e in found("llama_3_layers", with_head(head)).semantic)

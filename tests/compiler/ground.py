@@ -175,7 +175,7 @@ def capture_engine(module: nn.Module, inputs: dict[str, torch.Tensor], **options
         "header": {"versions": {"torch": torch.__version__}, "target": {"device": "cpu"}, "compile": options, "notes": recorder.notes,
                    "model": {"layers": 1, "max_position_embeddings": POSITIONS}},
         "parameters": list(world.parameters.values()),
-        "tables": script.read_tables(world, recorder),
+        "tables": script.read_tables(world, recorder, POSITIONS),
         "attention": [],
         "bodies": recorder.bodies,
         "graphs": recorder.graphs,
