@@ -12,7 +12,7 @@ from torch import nn
 
 from graphalign.errors import PatchError
 from graphalign.ir.paths import layer_of
-from graphalign.source.frame import CALL_ONCE
+from graphalign.source.frame import CALL_NORM, CALL_ONCE
 from graphalign.source.guard import function_of, guard
 from graphalign.source.ids import MARK, short_ids
 from graphalign.source.plan import Change, Layers
@@ -56,6 +56,8 @@ class Emitter:
         """See `guard.find_guards`."""
         self.once = False
         """Whether the text calls what rounds a value once for all its readers."""
+        self.norm = self.apart = False
+        """Whether it calls what runs a LayerNorm in FP32, and whether that one takes it apart."""
 
     def write(self, changes: Mapping[int, Change]) -> str:
         """The changed text.
@@ -97,6 +99,11 @@ class Emitter:
                 )  # fmt: skip
             out.append(_Text(self._cast(node), end, "", (2, 0)))
         prefix, suffix = self._affixes(span, change)
+        if change.norm:
+            assert isinstance(node, ast.Call)
+            prefix = f"{prefix}{CALL_NORM}("
+            opening = self.source.index(b"(", self._offset(node.func.end_lineno or 0, node.func.end_col_offset or 0))
+            out += [_Text(opening, opening + 1, ", ", (2, 0)), _Text(end - 1, end - 1, self._norm(span, change), (3, 0))]
         if prefix:
             out += [_Text(start, start, prefix, (0, start - end)), _Text(end, end, suffix, (1, end - start))]
         elif suffix:
@@ -108,6 +115,15 @@ class Emitter:
             at = end + 1 if inner else end
             out.append(_Text(at, at, (")" if wrap and not inner else "") + suffix, (1, end - start)))
         return out
+
+    def _norm(self, span: int, c: Change) -> str:
+        """What a LayerNorm that runs in FP32 is told beside its input."""
+        self.norm = True
+        wide = f", wide={self._condition(span, c.norm_in)}" if c.norm_in is not None else ""
+        if not c.apart:
+            return wide
+        self.once = self.apart = True
+        return f"{wide}, apart={self._condition(span, c.apart_in) if c.apart_in is not None else True}"
 
     def _comments(self, changes: Mapping[int, Change]) -> list[_Text]:
         """Behind every changed line the sites that it serves."""

@@ -14,6 +14,12 @@ from graphalign.patch.spec import PatchSpec
 from graphalign.rewrite.units import concrete
 from graphalign.source.watch import Op, Seen, Trace
 
+STEPS: dict[tuple[str, str, int], int] = {
+    ("native_layer_norm", "mean", 0): 0,
+    ("native_layer_norm", "weighted", 1): 1,
+    ("native_layer_norm", "shifted", 1): 2,
+}
+"""(op, step, operand of the step) to the op's operand, of those that a generated file can take apart."""
 LOW = frozenset({torch.bfloat16, torch.float16})
 Read = tuple[int, int]
 """(event of the op, operand)"""
@@ -26,10 +32,13 @@ class Flow:
         unrounded, rounded: reads that `keep` and `round` edits name.
         wide: ops that must compute in FP32 and do not in the stock model.
         roots: ops whose result is FP32 in the generated code until something rounds it.
+        norms: names of the `nn.LayerNorm` modules.
+        apart: LayerNorms whose mean reads the input unrounded, and whose other steps read it rounded.
     """
 
     def __init__(self, trace: Trace, spec: PatchSpec) -> None:
-        self.events, self.dtype, self.dims = trace.events, trace.dtype, trace.dims
+        self.events, self.dtype, self.dims, self.norms = trace.events, trace.dtype, trace.dims, trace.norms
+        self.apart: set[int] = set()
         self.ops = {i: e for i, e in enumerate(self.events) if isinstance(e, Op)}
         self.maker: dict[int, int] = {}
         self.readers: dict[int, list[Read]] = defaultdict(list)
@@ -58,6 +67,7 @@ class Flow:
         self.sites: dict[Read, str] = {}
         """Reads that edits name, to the site."""
         self.unrounded, self.rounded = self._demands(spec)
+        self._refuse_in_place()
         made = {r for read in self.unrounded for r in self.roots_of(self.operand(read))}
         self.wide = {i for i in made | {i for i, _ in self.unrounded} if self.low(self.ops[i].outs[0])}
         self.roots = self.wide | made
@@ -72,23 +82,41 @@ class Flow:
             for edit in group.edits:
                 k = edit.consumer
                 for layer, _ in edit.pairs():
-                    key = (concrete(k.module, layer), k.function, k.op, k.ordinal)
-                    if SEPARATOR in k.op and (whole := at.get((*key[:2], k.op.partition(SEPARATOR)[0], k.ordinal))) is not None:
-                        raise PatchError(
-                            f"an edit of {group.name} is a step inside {self.ops[whole].op}, and no expression of a modeling file runs it",
-                            where=f"{self.ops[whole].text}: {k.text}; in {key[0]}", hint="use `graphalign.apply`, which takes the op apart",
-                        )  # fmt: skip
+                    op, _, step = k.op.partition(SEPARATOR)
+                    key = (concrete(k.module, layer), k.function, op, k.ordinal)
+                    operand = edit.operand
+                    if step and key in at:
+                        found = STEPS.get((op, step, operand))
+                        if key[0] not in self.norms or found is None or edit.kind != "keep":
+                            raise PatchError(
+                                f"an edit of {group.name} is a step inside {op}, and no expression of a modeling file runs it",
+                                where=f"{self.ops[at[key]].text}; in {key[0]}",
+                                hint="use `graphalign.apply`, which takes the op apart",
+                            )
+                        operand = found
+                        if operand == 0:
+                            self.apart.add(at[key])
                     if key not in at:
                         raise PatchError(
                             f"no expression runs the op that an edit of {group.name} names: {k.op}#{k.ordinal} of {k.function}",
                             where=f"{key[0]}: {k.text}", hint="regenerate the patch with this version of Transformers",
                         )  # fmt: skip
                     i = at[key]
-                    if edit.operand >= len(self.ops[i].ins):
-                        raise PatchError(f"{k.op}#{k.ordinal} of {k.function} has no operand {edit.operand}", where=f"{key[0]}: {k.text}")
-                    (keep if edit.kind == "keep" else round_).add((i, edit.operand))
-                    self.sites[i, edit.operand] = edit.site
+                    if operand >= len(self.ops[i].ins):
+                        raise PatchError(f"{k.op}#{k.ordinal} of {k.function} has no operand {operand}", where=f"{key[0]}: {k.text}")
+                    (keep if edit.kind == "keep" else round_).add((i, operand))
+                    self.sites[i, operand] = edit.site
         return keep, round_
+
+    def _refuse_in_place(self) -> None:
+        for i, e in self.ops.items():
+            if e.op != "copy" and not e.transparent and e.outs and e.outs[0] in e.ins and self.low(e.outs[0]):
+                after = any(r in self.unrounded for r in self.below(e.outs[0], i))
+                if after or any((i, s) in self.unrounded for s in range(len(e.ins))):
+                    raise PatchError(
+                        f"{e.op} in {e.function} writes its result, which stays unrounded, into a tensor of the low format",
+                        where=f"{e.text}; in {e.module}", hint="use `graphalign.apply`, which writes it out of place",
+                    )  # fmt: skip
 
     def served(self, op: int) -> set[str]:
         """Sites for which an op computes in FP32: what it reads unrounded, and who reads its result so."""

@@ -12,6 +12,24 @@ AS_IN_TRANSFORMERS = "I001, PLR0402, PYI041, RUF012, RUF022, RUF059, RUF100, SIM
 """Rules of ruff that Transformers' files do not keep; all others are on."""
 CALL_ONCE = "_rounded_once"
 """Name of the function that rounds a value once for all its readers; it stands in the generated file."""
+CALL_NORM = "_layer_norm"
+"""Name of the function that runs a LayerNorm in FP32; it stands in the generated file."""
+NORM = '''
+
+def {call}(module, x{parameters}):
+    """module(x) of an `nn.LayerNorm`, in FP32 and not rounded{words}."""
+{early}    weight, bias = (p if p is None else p.float() for p in (module.weight, module.bias))
+{steps}    return torch.nn.functional.layer_norm(x.float(), module.normalized_shape, weight, bias, module.eps)
+'''
+"""What runs a LayerNorm in FP32, with its name."""
+APART = """    if apart:
+        dims = list(range(-len(module.normalized_shape), 0))
+        mean, x = x.float().mean(dims, True), {once}(x).float()
+        x = (x - mean) * torch.rsqrt((x - mean).pow(2).mean(dims, True) + module.eps)
+        x = x if weight is None else x * weight
+        return x if bias is None else x + bias
+"""
+"""Its steps, of which the mean reads the input as it is and the others read it rounded."""
 ONCE = '''
 
 def {call}(x, wanted=True, wide=False):
@@ -85,9 +103,23 @@ def header(stock: Stock, spec: PatchSpec, patch_digest: str) -> str:
     return "".join(f"# {x}\n" for x in lines)
 
 
-def helpers(*, guarded: bool, once: str) -> str:
-    """Functions that changed lines call: checks the inputs of layers, if they are checked; rounds values once to the format `once`."""
-    return (FUNCTION if guarded else "") + (ONCE.format(call=CALL_ONCE, low=once) if once else "")
+def helpers(*, guarded: bool, once: str, norm: bool = False, apart: bool = False) -> str:
+    """Functions that changed lines call.
+
+    Args:
+        guarded: one that checks the inputs of layers.
+        once: format that one rounds values to, once for all readers.
+        norm: one that runs a LayerNorm in FP32.
+        apart: it can do so step by step.
+    """
+    out = (FUNCTION if guarded else "") + (ONCE.format(call=CALL_ONCE, low=once) if once else "")
+    if norm:
+        out += NORM.format(
+            call=CALL_NORM, parameters=", wide=True" + ", apart=False" * apart,
+            words="; `apart`: its mean is that of x, all else is taken from x rounded" * apart,
+            early="    if not wide:\n        return module(x)\n", steps=APART.format(once=CALL_ONCE) if apart else "",
+        )  # fmt: skip
+    return out
 
 
 def footer(stock: Stock, model: nn.Module, needed: str) -> str:

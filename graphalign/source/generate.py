@@ -72,7 +72,7 @@ class Generated:
         return _guarded(self)
 
 
-PARTS = ("up", "down", "uncast", "literal")
+PARTS = ("up", "down", "uncast", "literal", "norm", "apart")
 
 
 def parts(change: Change) -> list[str]:
@@ -137,6 +137,11 @@ def _guarded(made: Generated) -> Generated:
 
 def _assemble(stock: Stock, spec: PatchSpec, spans: Spans, changes: Mapping[int, Change], emitter: Emitter, flow: Flow) -> Generated:
     body = emitter.write(changes)
-    needed = helpers(guarded=bool(emitter.guards), once=emitter.low.removeprefix("torch.") if emitter.once else "")
+    needed = helpers(
+        guarded=bool(emitter.guards),
+        once=emitter.low.removeprefix("torch.") if emitter.once else "",
+        norm=emitter.norm,
+        apart=emitter.apart,
+    )
     text = header(stock, spec, digest(dump(spec).encode())) + body.rstrip("\n") + "\n" + footer(stock, emitter.model, needed)
     return Generated(stock, spec, body, text, needed, changes, spans, emitter, flow)

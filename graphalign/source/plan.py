@@ -39,6 +39,12 @@ class Change:
     down_at: frozenset[str] | None = None
     """Modules: for a function that does not know its layer's number, and is told by its callers."""
     uncast_in: Layers | None = None
+    norm: bool = False
+    """It calls a `nn.LayerNorm`, which computes in FP32."""
+    norm_in: Layers | None = None
+    apart: bool = False
+    """That one's mean reads the input as it is, its other steps read it rounded."""
+    apart_in: Layers | None = None
     shared: bool = False
     """Its rounded value is read elsewhere too: all read one tensor, as under `apply`, so that gradients add up in its format."""
     wide: bool = False
@@ -79,7 +85,7 @@ class Planner:
         self._share()
         for c in self.changes.values():
             c.serves |= self._served(c.ops)
-        return {k: c for k, c in self.changes.items() if c.up or c.down or c.uncast or c.literal}
+        return {k: c for k, c in self.changes.items() if c.up or c.down or c.uncast or c.literal or c.norm}
 
     # -- casts of the stock file ------------------------------------------------------------------------------------------
 
@@ -135,6 +141,9 @@ class Planner:
             others = alike[e.function, e.op, self._span_doing(i)]
             narrow = [k for k in others if k not in self.flow.wide and self.flow.low(self.flow.ops[k].outs[0])]
             where = self._layers_apart([i, *(k for k in others if k in self.flow.wide)], narrow, i) if narrow else None
+            if e.op == "native_layer_norm" and e.module in self.flow.norms:
+                self._norm(i, where)
+                continue
             arrives = [self._arrives_wide((i, s)) and self.flow.dims[u] > 0 for s, u in enumerate(e.ins)]
             if e.op in PROMOTES and any(arrives):
                 wide = (r for s, u in enumerate(e.ins) if arrives[s] for r in self.flow.roots_of(u) if r in self.flow.roots)
@@ -153,6 +162,23 @@ class Planner:
                 if where is not None:
                     c.up_in = where
                 c.ops.add(i)
+
+    def _norm(self, i: int, where: Layers | None) -> None:
+        """The call of a `nn.LayerNorm` goes through a function that computes in FP32."""
+        span = self._span_doing(i)
+        node = self.spans.nodes[span] if span is not None else None
+        if span is None or not isinstance(node, ast.Call) or len(node.args) != 1 or node.keywords:
+            raise PatchError(
+                f"native_layer_norm must compute in FP32 in {self.flow.ops[i].module}, and is not called with its input alone",
+                where=self.spans.show(span) if span is not None else self.flow.ops[i].text, hint="use `graphalign.apply`",
+            )  # fmt: skip
+        c = self.changes[span]
+        c.norm, c.norm_in = True, where
+        c.ops.add(i)
+        if i in self.flow.apart:
+            layers = {layer_of(self.flow.ops[k].module) for k in self.flow.apart if self._span_doing(k) == span}
+            every = {self._layer(j) for j in self.flow.evaluations[span]}
+            c.apart, c.apart_in = True, None if layers == every else frozenset(layers)
 
     def _layers_apart(self, yes: list[int], no: list[int], at: int) -> Layers:
         """The layers of some ops, if no other op lies in one of them."""
@@ -400,9 +426,11 @@ class Planner:
                     if (c.down_in is None or self._layer(j) in c.down_in) and (c.down_at is None or self._module(j) in c.down_at):
                         places[self.flow.uncast(self._value(j), self.cut)].add(span)
                         same[self._value(j)].add(span)
+        for i in self.flow.apart:  # rounds its input itself
+            places[self.flow.uncast(self.flow.operand((i, 0)), self.cut)].add(-1)
         for spans in places.values():
             if len(spans) > 1:
-                for span in spans:
+                for span in spans - {-1}:
                     self.changes[span].shared = True
         for value, spans in same.items():
             if len(spans) > 1 and not self.flow.low(value):

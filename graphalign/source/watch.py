@@ -37,7 +37,7 @@ class Op:
     here: bool
     """Whether the instrumented file runs it, not another modeling file."""
     text: str = ""
-    """`line 61`; of another modeling file also its name, and the line's text."""
+    """`line 61: ` and the line's text; of another modeling file with its name."""
 
     @property
     def transparent(self) -> bool:
@@ -62,11 +62,14 @@ class Trace:
     events: list[Op | Seen] = field(default_factory=list)
     dtype: dict[int, torch.dtype] = field(default_factory=dict)
     dims: dict[int, int] = field(default_factory=dict)
+    norms: set[str] = field(default_factory=set)
+    """Names of the `nn.LayerNorm` modules, whose op runs in torch's file: the expression of the modeling file is the call."""
 
 
 def watch(model: nn.Module, stock: Stock, spans: Spans, tokens: int = 8) -> Trace:
     """One forward of a model whose classes come from `stock`, under the instrumented code. The model is as before afterwards."""
-    watcher = _Watcher(model, instrumented_file(spans.text))
+    watcher = _Watcher(model, instrumented_file(spans.text), spans.text.splitlines())
+    watcher.trace.norms.update(n for n, m in model.named_modules() if type(m) is nn.LayerNorm)
     instrumented = load_module(
         f"graphalign_instrumented_{stock.module.rpartition('.')[2]}", watcher.file, spans.code, {RECORD: watcher.record}
     )
@@ -80,9 +83,9 @@ def watch(model: nn.Module, stock: Stock, spans: Spans, tokens: int = 8) -> Trac
 
 
 class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, model: nn.Module, file: str) -> None:
+    def __init__(self, model: nn.Module, file: str, lines: list[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.trace, self.file = Trace(), file
+        self.trace, self.file, self.lines = Trace(), file, lines
         self.names = {id(m): n for n, m in model.named_modules()}
         self.modules: list[str] = []
         self.counts: Counter[tuple[str, str, str]] = Counter()
@@ -148,7 +151,7 @@ class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if name == self.file or is_modeling_file(name):
                 here = name == self.file
                 text = (
-                    f"line {frame.f_lineno}"
+                    f"line {frame.f_lineno}: {self.lines[frame.f_lineno - 1].strip()}"
                     if here
                     else f"{relative_file(name)}:{frame.f_lineno} {linecache.getline(name, frame.f_lineno).strip()}"
                 )
