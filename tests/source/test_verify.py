@@ -15,7 +15,7 @@ from tests.source.generated import again, spec, verified
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("name", ["qwen3_tail", "llama_odd", "gemma2_eager", "gpt_neox", "nemotron_h"])
+@pytest.mark.parametrize("name", ["qwen3_tail", "gemma2_eager", "gpt_neox"])
 def test_generated_files_are_the_patch(name: str) -> None:
     """These, and all others that are recorded: `python -m tests.source.generated`."""
     assert verified(name).changed_lines <= 15
