@@ -206,17 +206,28 @@ def test_an_import_of_ours_is_refused() -> None:
 
 
 def test_a_layernorm_runs_in_fp32_and_step_by_step_where_its_steps_differ() -> None:
-    """GPT-NeoX: the first of the norms that the engine computes in another kernel than the sum before reads its mean unrounded only."""
+    """GPT-NeoX: in one layer the engine takes the mean in the kernel that makes the input, and the rest in the next, which reloads it."""
     norms = [x for x in added("gpt_neox") if "_layer_norm(self." in x]
     assert norms[-1] == "hidden_states = _layer_norm(self.final_layer_norm, hidden_states).to(torch.bfloat16)"
     layers = "wide=self.attention.layer_idx in _LAYERS_A"
-    assert norms[0] == f"_layer_norm(self.input_layernorm, hidden_states, {layers}, apart=self.attention.layer_idx == 2).to(torch.bfloat16),"
+    assert (
+        norms[0] == f"_layer_norm(self.input_layernorm, hidden_states, {layers}, apart=self.attention.layer_idx == 2).to(torch.bfloat16),"
+    )
 
 
 REFUSED = {
-    "nemotron": ("an edit of norm_weight is a step inside native_layer_norm, and no expression of a modeling file runs it", r"F.layer_norm\("),
-    "falcon": ("add in FalconDecoderLayer.forward writes its result, which stays unrounded, into a tensor of the low format", "mlp_output \\+= att"),
-    "llama4": ("one expression must compute in FP32 in model.layers.0.input_layernorm and not in model.layers.1.input_layernorm", r"output \* self"),
+    "nemotron": (
+        "an edit of norm_weight is a step inside native_layer_norm, and no expression of a modeling file runs it",
+        "F.layer_norm(",
+    ),
+    "falcon": (
+        "add in FalconDecoderLayer.forward writes its result, which stays unrounded, into a tensor of the low format",
+        "mlp_output +=",
+    ),
+    "llama4": (
+        "one expression must compute in FP32 in model.layers.0.input_layernorm and not in model.layers.1.input_layernorm",
+        "output * self.weight",
+    ),
 }
 
 
@@ -225,7 +236,8 @@ def test_what_no_expression_can_carry_is_refused_with_the_expression(name: str) 
     with pytest.raises(PatchError) as e:
         file(name)
     assert e.value.what == REFUSED[name][0]
-    assert re.match(rf"line \d+: .*{REFUSED[name][1]}", e.value.where)
+    assert re.match(r"line \d+: ", e.value.where)
+    assert REFUSED[name][1] in e.value.where
 
 
 def test_a_write_into_a_tensor_of_the_low_format_reads_rounded() -> None:
