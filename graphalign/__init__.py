@@ -4,17 +4,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["GapDriftWarning", "GapMonitor", "Patched", "apply"]
+__all__ = ["GapDriftWarning", "GapMonitor", "Patched", "apply", "undo"]
 
 if TYPE_CHECKING:
     from graphalign.monitor import GapDriftWarning, GapMonitor
-    from graphalign.rewrite.apply import Patched, apply
+    from graphalign.rewrite.apply import Patched, apply, undo
 
 _HOME = {
     "GapDriftWarning": "graphalign.monitor",
     "GapMonitor": "graphalign.monitor",
     "Patched": "graphalign.rewrite.apply",
     "apply": "graphalign.rewrite.apply",
+    "undo": "graphalign.rewrite.apply",
 }
 
 

@@ -34,6 +34,7 @@ def stand_in(model: nn.Module) -> None:
     """
     from transformers import __version__
     from transformers import modeling_flash_attention_utils as utils
+    from transformers.integrations.flash_attention import flash_attention_forward
     from transformers.modeling_utils import AttentionInterface
 
     if not all(hasattr(utils, n) for n in ("_lazy_define_process_function", "_pad_input", "_unpad_input")):
@@ -47,7 +48,7 @@ def stand_in(model: nn.Module) -> None:
     loaded._process_flash_kwargs_fn = loaded._lazy_define_process_function(flash_attn_varlen_func)
     loaded._process_with_kvcache_kwargs_fn = None
     loaded._loaded_implementation = NAME
-    AttentionInterface.register(NAME, attend)
+    AttentionInterface.register(NAME, flash_attention_forward)
     config: Any = model.config
     for part in (config, config.get_text_config()):
         part._attn_implementation = NAME
@@ -60,27 +61,6 @@ def stands_in(implementation: str | None) -> bool:
     from transformers import modeling_flash_attention_utils as utils
 
     return getattr(utils, "_flash_fn", None) is flash_attn_func
-
-
-def attend(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **kwargs: Any) -> Any:
-    """Transformers' `flash_attention_forward`; where Dynamo traces it (a patched model's layers), what that does with one sequence.
-
-    It decides by numbers whether sequences are packed, at which Dynamo breaks the graph. Arguments as there: query [batch, heads, tokens,
-    width], mask [batch, keys] or None. Returns [batch, tokens, heads, width], and None.
-    """
-    from transformers.integrations.flash_attention import flash_attention_forward, get_target_dtype
-
-    if not torch.compiler.is_compiling():
-        return flash_attention_forward(module, query, key, value, mask, **kwargs)
-    causal = kwargs.get("is_causal")
-    window = kwargs.get("sliding_window")
-    left = window - 1 if window is not None and window < key.shape[2] else -1
-    q, k, v = (x.to(get_target_dtype(query, module) or query.dtype).transpose(1, 2) for x in (query, key, value))
-    causal = getattr(module, "is_causal", True) if causal is None else causal
-    width = v.shape[-1]
-    v = nn.functional.pad(v, [0, q.shape[-1] - width])
-    scale, softcap = kwargs.get("scaling"), kwargs.get("softcap") or 0.0
-    return _attend(q, k, v, scale, causal, (left, left), softcap, mask)[..., :width], None
 
 
 def flash_attn_func(
@@ -108,20 +88,6 @@ def flash_attn_func(
     Returns:
         [batch, tokens, heads, width] in the dtype of `q`.
     """
-    return _attend(q, k, v, softmax_scale, causal, window_size, softcap, None)
-
-
-def _attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: tuple[int, int],
-    softcap: float,
-    mask: torch.Tensor | None,
-) -> torch.Tensor:
-    """See `flash_attn_func`; `mask` is True for the keys that may be read, [batch, keys]."""
     groups = q.shape[2] // k.shape[2]
     query, key, value = (x.float().transpose(1, 2) for x in (q, k, v))
     key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
@@ -139,8 +105,6 @@ def _attend(
     if right >= 0:
         allowed &= -distance <= right
     allowed = allowed.to(scores.device)
-    if mask is not None:
-        allowed = allowed & mask.bool()[:, None, None, :]
     weights = scores.masked_fill(~allowed, -torch.inf).softmax(-1)
     return (weights.nan_to_num() @ value).to(q.dtype).transpose(1, 2).contiguous()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, NoReturn
 
@@ -13,13 +15,14 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from graphalign.errors import PatchNotLiveError
 from graphalign.rewrite.checkpointing import checkpointed_inside
+from graphalign.rewrite.unfit import unfit
 from graphalign.rewrite.units import UnitEdit
 from graphalign.rewrite.wrapped import with_dora
 
 _DEAD_STANCES = frozenset({"force_eager", "eager_on_recompile", "eager_then_compile", "aot_eager_then_compile"})
 
 
-def refuse_dead(cls: type, autocast: str | None, device: str) -> None:
+def refuse_dead(cls: type, autocast: str | None, device: str) -> bool:
     """Raise where Dynamo would skip a frame: it marks some of them (a dispatch mode) as skipped for good.
 
     Seen on torch 2.13. Called on every forward of a patched module, so everything here is a few attribute reads.
@@ -28,6 +31,9 @@ def refuse_dead(cls: type, autocast: str | None, device: str) -> None:
         cls: the stock class, for the message.
         autocast: the regime's autocast dtype, None for none.
         device: device type of the module's input.
+
+    Returns:
+        Whether autocast is on although the regime is without: then the graph must tell if that changes anything.
     """
     stance = eval_frame._stance
     if stance.stance != "default" or stance.backend is not None:
@@ -48,7 +54,7 @@ def refuse_dead(cls: type, autocast: str | None, device: str) -> None:
                     "run it outside the mode, or count on the unpatched model",
                 )
     enabled = torch.is_autocast_enabled(device)
-    if enabled or autocast is not None:
+    if autocast is not None:
         active = str(torch.get_autocast_dtype(device)).removeprefix("torch.") if enabled else None
         if active != autocast:
             here, wanted = (f"on ({x})" if x else "off" for x in (active, autocast))
@@ -57,6 +63,7 @@ def refuse_dead(cls: type, autocast: str | None, device: str) -> None:
                 f"autocast is {here}, the patch is for autocast {wanted}",
                 "make a patch for this regime: `graphalign find` with the autocast that training uses",
             )
+    return enabled and autocast is None
 
 
 Regime = tuple[tuple[tuple[str, ...], str, Any], ...]
@@ -78,8 +85,14 @@ def regime_of(unit: nn.Module) -> Regime:
     return tuple(found)
 
 
-def refuse_changed(cls: type, unit: nn.Module, regime: Regime) -> None:
-    """Raise if a setting or a dtype is another than when the patch was applied. Called on every forward: attribute reads only."""
+def refuse_changed(cls: type, unit: nn.Module, regime: Regime, masters: bool = False) -> None:
+    """Raise if a setting or a dtype is another than when the patch was applied. Called on every forward: attribute reads only.
+
+    Args:
+        cls, unit: the stock class, the module.
+        regime: as it must be, see `regime_of`.
+        masters: the weights are FP32 outside of a forward, and FSDP2 must have cast them.
+    """
     for path, name, wanted in regime:
         m: Any = unit
         for part in path:
@@ -92,6 +105,12 @@ def refuse_changed(cls: type, unit: nn.Module, regime: Regime) -> None:
                 _fail(cls, f"its {_SETTINGS[name]} is {found} now, and was {wanted} when the patch was applied", _CHANGED)
         elif (p := m._parameters.get(name)) is not None and p.dtype != wanted:
             now, was = (str(d).removeprefix("torch.") for d in (p.dtype, wanted))
+            if masters:
+                _fail(
+                    cls, f"{'.'.join((*path, name))} is {now} in the forward, the patch is for {was}",
+                    f"call fully_shard(…, mp_policy=MixedPrecisionPolicy(param_dtype=torch.{was})) on the layers before the first forward; "
+                    f"without FSDP2 load the model in {was}, or make a patch for {now} weights (`graphalign find --dtype {now}`)",
+                )  # fmt: skip
             _fail(cls, f"{'.'.join((*path, name))} is {now} now, and was {was} when the patch was applied", _CHANGED)
 
 
@@ -104,7 +123,7 @@ def refuse_rounded_input(cls: type, x: torch.Tensor | None, dtype: torch.dtype) 
         _fail(
             cls,
             f"its input arrives in {str(dtype).removeprefix('torch.')}, the patch passes it unrounded in float32",
-            "something between the layers casts it: with FSDP2 set MixedPrecisionPolicy(cast_forward_inputs=False); "
+            "something between the layers casts it: a hook, a wrapper (with FSDP1 MixedPrecision(cast_forward_inputs=False)); "
             "or the layer before was replaced or undone",
         )
 
@@ -127,7 +146,7 @@ def refuse_lost(cls: type, lost: Set[str]) -> None:
 
 def not_executed(
     cls: type, unit: nn.Module, edits: Sequence[UnitEdit], executed: Sequence[int], problems: Sequence[Exception], near: Mapping[int, str],
-    *, traced: bool, compiled: bool,
+    *, traced: bool, compiled: bool, breaks: Sequence[str] = (),
 ) -> NoReturn:  # fmt: skip
     """Raise for a forward that ran without some of its edits.
 
@@ -138,11 +157,14 @@ def not_executed(
         near: by id of a missing edit, the ops that come nearest.
         traced: whether a graph from Dynamo ran at all.
         compiled: whether torch.compile did anything when the patch was applied.
+        breaks: where Dynamo broke the graph of such a module, see `graph_breaks`.
     """
     what = f"{cls.__name__} ran {len(executed)} of the {len(edits)} edits of its patch"
-    if problems:
-        raise PatchNotLiveError(what, where=str(problems[-1]), hint="regenerate the patch with `graphalign find`")
     left = [e for e in edits if e.id not in executed]
+    if (found := unfit(unit, whole=True)) is not None:
+        raise PatchNotLiveError(f"{what}, under {found[0]}", where="not executed: " + "; ".join(map(_show, left[:2])), hint=found[1])
+    if problems and not breaks:
+        raise PatchNotLiveError(what, where=str(problems[-1]), hint="regenerate the patch with `graphalign find`")
     where = "not executed: " + "; ".join(map(_show, left[:4])) + (f"; and {len(left) - 4} more" if len(left) > 4 else "")
     if dora := with_dora(unit.named_modules()):
         raise PatchNotLiveError(
@@ -160,8 +182,29 @@ def not_executed(
             what, where=f"{where}\ngradient checkpointing of modules inside it, which breaks the graph: {', '.join(nested[:4])}",
             hint=f"checkpoint the {cls.__name__} as a whole, and not what it holds (set their gradient_checkpointing to False)",
         )  # fmt: skip
+    if traced and breaks:
+        raise PatchNotLiveError(
+            what, where=f"{where}\nDynamo cannot trace what the module runs now: {'; '.join(breaks[-3:])}",
+            hint="the part behind that place ran as it stands: replace that code by some that does not decide by numbers, or make it an "
+            "attention function that is registered with Transformers (AttentionInterface.register), which is not looked into",
+        )  # fmt: skip
     nearest = next((near[e.id] for e in left if near.get(e.id)), "") if traced else ""
     raise PatchNotLiveError(what, where=where + (f"\nnearest: {nearest}" if nearest else ""), hint=_cause(compiled, traced))
+
+
+def graph_breaks() -> Counter[str]:
+    """Why and where Dynamo broke graphs in this process, with counts."""
+    from torch._dynamo.utils import counters
+
+    return Counter({_reason(str(text)): n for text, n in counters["graph_break"].items()})
+
+
+def _reason(text: str) -> str:
+    """The first line of Dynamo's account, its explanation and the user's line, where it tells (torch 2.13)."""
+    first = text.strip().splitlines()[0] if text.strip() else "a graph break"
+    said, at = re.search(r"Explanation: (.*)", text), re.search(r'File "([^"]+)", line (\d+), in (\S+), code: (.*)', text)
+    place = f" ({at[1].rpartition('/')[2]}:{at[2]} in {at[3]}: {at[4].strip()})" if at else f" ({said[1].strip()[:160]})" if said else ""
+    return first + place
 
 
 def _show(e: UnitEdit) -> str:

@@ -19,6 +19,7 @@ from graphalign.evaluate.aten import ATTENTIONS, MATMULS, TRANSPARENT, base
 from graphalign.ir.compiled import _TRACE, module_ids, qualified_name
 from graphalign.ir.dataflow import LOW_PRECISION
 from graphalign.ir.frames import is_modeling_file
+from graphalign.rewrite.attention import OP, is_attention, set_path
 
 DEAD = frozenset({"detach", "alias", "lift_fresh"})
 """Ops that autograd may add or leave out; the recorder drops them, so they are not counted."""
@@ -56,13 +57,17 @@ class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.seen: list[str] = []
+        self.dtypes: list[torch.dtype] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "aten":
             self.seen.append(str(func))
         elif func.namespace not in ("prim", "prims", "profiler"):
             self.seen.append(f"opaque.{func.namespace}.{func}")
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.dtypes.append(result.dtype)
+        return result
 
 
 def analyse(gm: fx.GraphModule, unit: nn.Module) -> dict[fx.Node, Info]:
@@ -84,7 +89,9 @@ def analyse(gm: fx.GraphModule, unit: nn.Module) -> dict[fx.Node, Info]:
         if node.op in ("call_function", "call_method", "call_module"):
             module, (function, text) = _module(node, names), _function(node)
             keys = []
-            for op in _run(gm, node, mode):
+            if is_attention(node):
+                set_path(node, module)
+            for op in [OP] if is_attention(node) else _run(gm, node, mode):
                 key = (module, function, op)
                 if op not in DEAD:
                     keys.append(OpKey(*key, counts[key]))
@@ -122,6 +129,17 @@ def _run(gm: fx.GraphModule, node: fx.Node, mode: Any) -> list[str]:
     except Exception:  # a node that fake tensors cannot run (`.item()`, a higher-order op) makes no value that an edit could name
         return [] if not isinstance(node.meta.get("example_value"), torch.Tensor) else ["opaque"]
     return [base(op) if not op.startswith("opaque") else op for op in recorder.seen]
+
+
+def dtypes_of(gm: fx.GraphModule, node: fx.Node) -> tuple[torch.dtype, ...]:
+    """Of each ATen op that a node runs as things are set now (autocast), the dtype of its result; none if fake tensors cannot run it."""
+    recorder = _Ops()
+    value = next((v for a in node.all_input_nodes if isinstance(v := a.meta.get("example_value"), torch.Tensor)), None)
+    try:
+        run_node(gm, node, recorder, getattr(value, "fake_mode", None))
+    except Exception:  # see `_run`
+        return ()
+    return tuple(recorder.dtypes)
 
 
 def run_node(gm: fx.GraphModule, node: fx.Node, recorder: TorchDispatchMode, mode: Any) -> bool:

@@ -17,12 +17,13 @@ from graphalign.errors import PatchError, PatchNotLiveError
 from graphalign.ir.config import config_digest
 from graphalign.ir.frames import file_digest, is_modeling_file, relative_file
 from graphalign.patch.spec import Key, PatchSpec, load
-from graphalign.rewrite.alive import regime_of
+from graphalign.rewrite.alive import Regime, regime_of
 from graphalign.rewrite.formats import moved
 from graphalign.rewrite.live import ORIGINAL, patched_class, root_class
+from graphalign.rewrite.sharded import release, sharded_over, stock_class
 from graphalign.rewrite.trial import run_trial
+from graphalign.rewrite.unfit import refuse_replaced, refuse_unfit
 from graphalign.rewrite.units import UnitEdit, edits_by_unit, find_units
-from graphalign.rewrite.wrapped import refuse_sharded
 
 log = logging.getLogger("graphalign")
 
@@ -47,6 +48,7 @@ class Patched:
                 )
         for module, old, _ in self._swapped:
             module.__class__ = old
+            release(module)
         self._swapped = []
 
     def __enter__(self) -> Self:
@@ -56,11 +58,13 @@ class Patched:
         self.undo()
 
 
-def apply(model: nn.Module, spec: PatchSpec | str | Path, *, allow_stale: bool = False, trial: bool = True) -> Patched:
+def apply(
+    model: nn.Module, spec: PatchSpec | str | Path, *, allow_stale: bool = False, trial: bool = True, masters: bool | None = None
+) -> Patched:
     """Make the training model round where inference rounds.
 
     Parameters, state dict, hooks and module identities stay as they are: only the classes of the layers change.
-    Apply it before sharding (FSDP2) and before `torch.compile`.
+    Apply it before or after `fully_shard` (FSDP2), and before `torch.compile`.
 
     Args:
         model: any module that contains the layers (a wrapped or adapted model, a bare backbone).
@@ -69,7 +73,11 @@ def apply(model: nn.Module, spec: PatchSpec | str | Path, *, allow_stale: bool =
             with. Edits still must match.
         trial: run two tokens through the layers now, without gradients, stock and patched, so that an edit that matches no op, or one
             that changes the format in which a GEMM or an attention kernel reads an operand, is refused here with nothing changed.
-            Without it, or for a model that does not take `input_ids`, its first forward raises.
+            Without it, or for a model that does not take `input_ids`, or one that is sharded or that has FP32 master weights, its first
+            forward raises.
+        masters: the weights are FP32 master weights, which FSDP2 casts to the patch's dtype for every forward
+            (`MixedPrecisionPolicy(param_dtype=…)`). None: where the model is sharded already, or torch.distributed is initialised; a
+            forward in which they are not cast raises.
 
     Returns:
         A handle with `undo()`, also a context manager.
@@ -87,9 +95,14 @@ def apply(model: nn.Module, spec: PatchSpec | str | Path, *, allow_stale: bool =
     units = find_units(model, list(edits))
     _refuse_overlap(units)
     _refuse_compiled(units)
-    refuse_sharded(model, units)
+    sharded = sharded_over(model, units)
+    refuse_unfit(units, sharded)
     _refuse_stale(model, units, spec, allow_stale)
-    dtypes = {name: _check_regime(name, unit, spec) for name, unit in units.items()}
+    allowed = masters if masters is not None else sharded or _distributed()
+    regimes = {name: _check_regime(name, unit, spec, allowed) for name, unit in units.items()}
+    masters = any(cast for _, cast in regimes.values())
+    if masters or sharded:
+        log.info("graphalign: %s; the patch is checked by the first forward", "sharded already" if sharded else "FP32 master weights")
     edits = {name: _as_traced(units[name], found) for name, found in edits.items()}
     for name, unit in units.items():
         for edit in edits[name]:
@@ -99,16 +112,18 @@ def apply(model: nn.Module, spec: PatchSpec | str | Path, *, allow_stale: bool =
     autocast = spec.regime.get("autocast")
     for name, unit in units.items():
         cls = type(unit)
-        regime = regime_of(unit)
+        dtype, cast = regimes[name]
+        regime = _cast(regime_of(unit), spec) if cast else regime_of(unit)
         edit_keys = tuple((e.group, e.kind, e.format, e.consumer, e.operand, e.producer, e.source) for e in edits[name])
-        key = (cls, dtypes[name], regime, edit_keys)
+        key = (cls, dtype, regime, edit_keys, cast)
         if key not in classes:
-            classes[key] = patched_class(cls, edits[name], dtypes[name], autocast, regime)
+            classes[key] = patched_class(cls, edits[name], dtype, autocast, regime, cast)
         swapped.append((unit, cls, classes[key]))
     name, root = _root(model, list(units.values()))
     if root is not None and root not in units.values():
         inside = [n for n, m in root.named_modules() if any(m is u for u in units.values())]
         swapped.append((root, type(root), root_class(type(root), len(units), inside)))
+    trial = trial and not (sharded or masters)
     stock = run_trial(root, spec.regime) if trial and root is not None else None
     for module, _, new in swapped:
         module.__class__ = new
@@ -130,6 +145,27 @@ def apply(model: nn.Module, spec: PatchSpec | str | Path, *, allow_stale: bool =
     if spec.simulated:
         log.warning("graphalign: this patch comes from a simulated target; it has not been compared with a real device")
     return handle
+
+
+def undo(model: nn.Module) -> int:
+    """Take patches off a model, also off a copy of a patched one (`copy.deepcopy`, for a reference model), which no handle knows.
+
+    Returns:
+        Number of modules that were patched.
+
+    Raises:
+        PatchError: a module was wrapped since, as in `Patched.undo`; nothing was changed.
+    """
+    patched = [m for m in model.modules() if hasattr(type(m), ORIGINAL)]
+    for m in patched:
+        if ORIGINAL not in vars(type(m)):
+            raise PatchError(
+                f"{type(m).__name__} is no longer the class that the patch put there", hint="undo what was wrapped around it first"
+            )
+    for m in patched:
+        m.__class__ = getattr(type(m), ORIGINAL)
+        release(m)
+    return len(patched)
 
 
 def _root(model: nn.Module, units: list[nn.Module]) -> tuple[str, nn.Module | None]:
@@ -221,17 +257,32 @@ def _other_model(model: nn.Module, spec: PatchSpec) -> list[str]:
     return problems
 
 
-def _check_regime(name: str, unit: nn.Module, spec: PatchSpec) -> torch.dtype:
-    """The unit's parameter dtype must be the regime's; returns the dtype of its activations."""
+def _check_regime(name: str, unit: nn.Module, spec: PatchSpec, masters: bool) -> tuple[torch.dtype, bool]:
+    """The unit's parameter dtype must be the regime's, or FP32 where FSDP2 casts it to that.
+
+    Returns:
+        The dtype of its activations, and whether its weights are FP32 masters.
+    """
     wanted = str(spec.regime.get("param_dtype") or "bfloat16")
     found = {str(p.dtype).removeprefix("torch.") for p in unit.parameters() if p.is_floating_point()}
-    if found and wanted not in found and "," not in wanted:
-        raise PatchError(
-            f"{name} has {', '.join(sorted(found))} parameters; the patch is for {wanted} ones",
-            hint="make a patch for this regime, or load the model in that dtype",
-        )
+    cast = masters and "," not in wanted and wanted != "float32" and "float32" in found
+    if found and not cast and wanted not in found and "," not in wanted:
+        hint = "make a patch for this regime, or load the model in that dtype"
+        if found == {"float32"}:
+            hint += "; where FSDP2 is to cast FP32 master weights (param_dtype), pass masters=True"
+        raise PatchError(f"{name} has {', '.join(sorted(found))} parameters; the patch is for {wanted} ones", hint=hint)
     formats = {e.format for g in spec.groups for e in g.edits}
-    return getattr(torch, next(iter(sorted(formats)), "bfloat16"))  # type: ignore[no-any-return]
+    return getattr(torch, next(iter(sorted(formats)), "bfloat16")), cast
+
+
+def _cast(regime: Regime, spec: PatchSpec) -> Regime:
+    """A unit's regime as it is in a forward, where FSDP2 has cast its FP32 weights."""
+    wanted = getattr(torch, str(spec.regime.get("param_dtype") or "bfloat16"))
+    return tuple((path, name, wanted if value is torch.float32 else value) for path, name, value in regime)
+
+
+def _distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _check_edit(name: str, unit: nn.Module, edit: UnitEdit) -> None:
@@ -261,6 +312,8 @@ def _check_edit(name: str, unit: nn.Module, edit: UnitEdit) -> None:
                 f"{name}.{key.module} is a {type(module).__name__}, the patch is for {owner}", where=f"needed for {key.text}",
                 hint="another implementation of this module was swapped in (a kernel, Liger, an adapter); make a patch for this model",
             )  # fmt: skip
+        if method == "forward":
+            refuse_replaced(f"{name}.{key.module}".rstrip("."), owning, key.text)
         actual = inspect.unwrap(getattr(type(owning), method, None) or (lambda: None))
         if getattr(actual, "__qualname__", key.function) != key.function and not key.function.startswith(
             getattr(actual, "__qualname__", "")
@@ -285,4 +338,4 @@ def _as_traced(unit: nn.Module, edits: tuple[UnitEdit, ...]) -> tuple[UnitEdit, 
 def _file(cls: type) -> str:
     import sys
 
-    return getattr(sys.modules.get(cls.__module__), "__file__", None) or ""
+    return getattr(sys.modules.get(stock_class(cls).__module__), "__file__", None) or ""

@@ -16,10 +16,12 @@ import torch
 from torch import fx, nn
 
 from graphalign.errors import PatchError
-from graphalign.evaluate.aten import MATMULS
+from graphalign.evaluate.aten import ATTENTIONS, MATMULS
 from graphalign.evaluate.parts import SEPARATOR
 from graphalign.patch.spec import Key
 from graphalign.rewrite.analyse import Info, OpKey, analyse, carried_operands, is_anchor, is_low, tensor_operands
+from graphalign.rewrite.attention import OP
+from graphalign.rewrite.autocast import refuse_other_numbers
 from graphalign.rewrite.parts import replace_by_steps
 from graphalign.rewrite.units import UnitEdit
 
@@ -39,17 +41,28 @@ class Rewritten:
     """Edits whose ops are not in this graph (another graph of the same forward may have them)."""
     near: dict[int, str] = field(default_factory=dict)
     """By id of a missing edit: the ops of this graph that come nearest."""
+    unrounded: list[int] = field(default_factory=list)
+    """Positions of results that leave unrounded, in place of the rounded ones."""
     beside: list[tuple[int, frozenset[str]]] = field(default_factory=list)
     """For each result that was added at the graph's end: the position of the rounded one, and the sources of its value."""
 
 
-def rewrite(gm: fx.GraphModule, unit: nn.Module, edits: Sequence[UnitEdit]) -> Rewritten:
+def rewrite(gm: fx.GraphModule, unit: nn.Module, edits: Sequence[UnitEdit], autocast: str | None = None) -> Rewritten:
     """Apply a unit's edits to its Dynamo graph, in place. All are resolved before anything changes.
+
+    Args:
+        gm: the graph, see `analyse`.
+        unit: the module whose forward was traced.
+        edits: of the unit.
+        autocast: the device type for which autocast is on although the patch is for none, see `refuse_other_numbers`.
 
     Raises:
         PatchError: an edit is ambiguous, two overlap, its producer is another op than the spec says, or the op cannot be edited.
     """
-    return _Rewriter(gm, unit, edits).run()
+    rewriter = _Rewriter(gm, unit, edits)
+    if autocast is not None:
+        refuse_other_numbers(gm, rewriter.info, autocast)
+    return rewriter.run()
 
 
 class _Rewriter:
@@ -343,6 +356,8 @@ class _Rewriter:
             return inserted[a]
 
         for position, a in enumerate(node.args[0] if isinstance(node.args[0], tuple | list) else ()):
+            if isinstance(a, fx.Node) and any(not self.exits[p].source for p in left(a)):
+                self.out.unrounded.append(position)
             found = {p for p in left(a) if self.exits[p].source} if isinstance(a, fx.Node) else set()
             if isinstance(a, fx.Node) and found and is_low(self._dtype(a)):
                 reached.update(found)
@@ -367,6 +382,8 @@ def _is_producer(key: Key, op: OpKey) -> bool:
     """Whether an op is the one that a key names: an anchor's key says only what it is, `gemm` of a function, or `composite`, a module."""
     if key.op == "composite":
         return not key.module or op.module == key.module or op.module.startswith(f"{key.module}.")
+    if key.op == "attention":
+        return op.module == key.module and (op.op == OP or op.op in ATTENTIONS)
     same = op.op in MATMULS if key.op == "gemm" else op.op == key.op
     return same and (op.module, op.function, op.ordinal) == (key.module, key.function, key.ordinal)
 

@@ -15,11 +15,13 @@ import torch
 from torch import nn
 
 from graphalign.errors import PatchError, PatchNotLiveError
-from graphalign.rewrite.alive import Regime, not_executed, refuse_changed, refuse_dead, refuse_lost, refuse_rounded_input
+from graphalign.rewrite.alive import Regime, graph_breaks, not_executed, refuse_changed, refuse_dead, refuse_lost, refuse_rounded_input
+from graphalign.rewrite.attention import Held, hold, interfaces_of, opaque_attention
 from graphalign.rewrite.beside import Path, put, split, substitute
 from graphalign.rewrite.capturing import without_idle_hooks
 from graphalign.rewrite.checkpointing import one_checkpoint
 from graphalign.rewrite.edit import ENTRY, rewrite
+from graphalign.rewrite.sharded import entered, is_sharded, keep_unrounded, leave
 from graphalign.rewrite.units import UnitEdit
 from graphalign.rewrite.wrapped import FULLGRAPH, reduce_ex
 
@@ -27,7 +29,7 @@ RECOMPILE_LIMIT = 256
 """Graphs per patched class: one for each combination of grad mode, train or eval, mask, batch one or more, …"""
 ORIGINAL = "_graphalign_original"
 """Attribute of a patched class: the class it was made from."""
-_PLAIN = (torch.Tensor, str, int, float, type(None), torch.dtype, torch.device)
+_PLAIN = (torch.Tensor, str, int, float, type(None), torch.dtype, torch.device, Held)
 
 
 class _Running(threading.local):
@@ -36,6 +38,10 @@ class _Running(threading.local):
     unit: Any = None
     edits: list[int]
     """Edits executed by the unit's forward."""
+    unrounded: list[torch.Tensor]
+    """Results of the unit's graphs that leave it unrounded."""
+    autocast: str | None = None
+    """Device type for which autocast is on although the unit's patch is for none."""
     graphs: int = 0
     """Rewritten graphs run, ever."""
     entered: int = 0
@@ -46,7 +52,7 @@ class _Running(threading.local):
     """Units that ran since the model around them was called."""
 
     def __init__(self) -> None:
-        self.edits = []
+        self.edits, self.unrounded = [], []
 
 
 _RUN = _Running()
@@ -68,7 +74,7 @@ def entry_cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def patched_class(
-    cls: type[nn.Module], edits: Sequence[UnitEdit], dtype: torch.dtype, autocast: str | None, regime: Regime = ()
+    cls: type[nn.Module], edits: Sequence[UnitEdit], dtype: torch.dtype, autocast: str | None, regime: Regime = (), masters: bool = False
 ) -> type[nn.Module]:
     """A subclass of `cls` whose forward runs with the edits, or raises PatchNotLiveError.
 
@@ -78,13 +84,17 @@ def patched_class(
         dtype: the format in which the stock module receives activations.
         autocast: the autocast dtype of the regime, None for none.
         regime: what must stay as it was when the patch was applied, see `alive.regime_of`.
+        masters: whether the weights are FP32 outside of a forward.
     """
     expected = sorted(e.id for e in edits)
     entering = [e for e in edits if e.consumer is not None and e.producer is None and e.kind == "keep"]
     carried, wanted = any(not e.source for e in entering), frozenset(e.source for e in entering if e.source)
+    crosses = carried or any(e.consumer is None and not e.source for e in edits)
     names = list(inspect.signature(cls.forward).parameters)[1:]
-    problems: list[PatchError] = []
+    find = functools.partial(_find, names)
+    problems: list[PatchError | PatchNotLiveError] = []
     near: dict[int, str] = {}
+    broken = graph_breaks()
 
     def backend(gm: torch.fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
         if _RUN.unit is None:
@@ -92,11 +102,11 @@ def patched_class(
         try:
             if entering:
                 _mark_entry(gm)
-            result = rewrite(gm, _RUN.unit, edits)
+            result = rewrite(gm, _RUN.unit, edits, _RUN.autocast)
         except Exception as e:
-            problems.append(
-                e if isinstance(e, PatchError) else PatchError(f"{cls.__name__} could not be rewritten: {type(e).__name__}: {e}")
-            )
+            if not isinstance(e, PatchError | PatchNotLiveError):
+                e = PatchError(f"{cls.__name__} could not be rewritten: {type(e).__name__}: {e}").with_traceback(e.__traceback__)
+            problems.append(e)
             raise problems[-1] from e
         done = [e.id for e in result.done]
         near.update(result.near)
@@ -106,6 +116,7 @@ def patched_class(
             _RUN.graphs += 1
             _RUN.edits += done
             results = forward(*args) if _RUN.evaluate is None else _RUN.evaluate(gm, args)
+            _RUN.unrounded += [results[i] for i in result.unrounded]
             return split(results, result.beside) if result.beside else results
 
         return run
@@ -130,6 +141,8 @@ def patched_class(
         return torch.compile(own, backend=backend, dynamic=True, **options)
 
     shared = compiled_forward()
+    attentions = sorted({str(value) for _, setting, value in regime if setting == "_attn_implementation" and value is not None})
+    interfaces: weakref.WeakKeyDictionary[nn.Module, tuple[Any, ...]] = weakref.WeakKeyDictionary()
     single: weakref.WeakKeyDictionary[nn.Module, Callable[..., Any]] = weakref.WeakKeyDictionary()
 
     def pick(self: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
@@ -142,9 +155,13 @@ def patched_class(
         return single[self]
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        at, x = _find(names, args, kwargs)
-        refuse_dead(cls, autocast, "cpu" if x is None else x.device.type)
-        refuse_changed(cls, self, regime)
+        at, x = find(args, kwargs)
+        if carried and at is not None and (kept := entered(self, x, dtype)) is not None:
+            args, kwargs = put(args, kwargs, (at,), lambda _: kept)
+            x = kept
+        device = "cpu" if x is None else x.device.type
+        idle = refuse_dead(cls, autocast, device)
+        refuse_changed(cls, self, regime, masters)
         places: tuple[Path, ...] = ()
         if wanted:
             args, kwargs, places, found = substitute(args, kwargs, wanted)
@@ -152,30 +169,41 @@ def patched_class(
         if carried:
             refuse_rounded_input(cls, x, dtype)
             places = (*places, (at,)) if at is not None and (at,) not in places else places
-        run = pick(self, args, kwargs)
         _RUN.entered += 1
         graphs = _RUN.graphs
         problems.clear()
-        outer, _RUN.unit, _RUN.edits = (_RUN.unit, _RUN.edits), self, []
+        outer = _RUN.unit, _RUN.edits, _RUN.unrounded, _RUN.autocast
+        _RUN.unit, _RUN.edits, _RUN.unrounded, _RUN.autocast = self, [], [], device if idle else None
         try:
-            with without_idle_hooks(self), one_checkpoint(self):
+            if self not in interfaces:
+                interfaces[self] = interfaces_of(self)
+            with without_idle_hooks(self), one_checkpoint(self), opaque_attention(self, interfaces[self], attentions):
+                args, kwargs = hold(args), hold(kwargs)
+                run = pick(self, args, kwargs)
                 result = run(self, places, *args, **kwargs)
             executed = sorted(_RUN.edits)
+            if crosses:
+                leave(self, result, _RUN.unrounded)
         except torch._dynamo.exc.BackendCompilerFailed:
             if not problems:
                 raise
+            if new := list(graph_breaks() - broken):  # what the rest of a broken graph lacks is not the cause
+                not_executed(cls, self, edits, sorted(_RUN.edits), problems, near, traced=True, compiled=True, breaks=new)
             raise problems[-1] from None  # what failed, where and what to do, without Dynamo's wrapping
         finally:
-            _RUN.unit, _RUN.edits = outer
+            _RUN.unit, _RUN.edits, _RUN.unrounded, _RUN.autocast = outer
         if executed != expected:
             compiled = hasattr(run, "_torchdynamo_orig_callable")
-            not_executed(cls, self, edits, executed, problems, near, traced=_RUN.graphs > graphs, compiled=compiled)
+            new = list(graph_breaks() - broken)
+            not_executed(cls, self, edits, executed, problems, near, traced=_RUN.graphs > graphs, compiled=compiled, breaks=new)
         if _RUN.units is not None:
             _RUN.units.add(id(self))
         return result
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         before = _RUN.entered
+        if crosses and is_sharded(self):
+            keep_unrounded(self, find if carried else _nothing, dtype)
         result = cls.__call__(self, *args, **kwargs)
         if _RUN.entered == before:
             raise PatchNotLiveError(
@@ -217,6 +245,14 @@ def root_class(cls: type[nn.Module], count: int, names: Sequence[str]) -> type[n
     return _subclass(cls, {"forward": functools.wraps(cls.forward)(forward)})
 
 
+class _Kind(type):
+    """Of patched classes: those made from one class are one class to `isinstance`, because trainers choose layers to shard by the class of
+    the first (accelerate's FSDP2 policy)."""
+
+    def __instancecheck__(cls, x: Any) -> bool:
+        return super().__instancecheck__(x) or getattr(type(x), ORIGINAL, type) is vars(cls).get(ORIGINAL)
+
+
 def _subclass(cls: type[nn.Module], methods: dict[str, Callable[..., Any]]) -> type[nn.Module]:
     """A subclass with the same name, whose methods an outer torch.compile calls instead of tracing them."""
     body: dict[str, Any] = {
@@ -225,7 +261,7 @@ def _subclass(cls: type[nn.Module], methods: dict[str, Callable[..., Any]]) -> t
     }  # fmt: skip
     for name, method in methods.items():
         body[name] = torch._dynamo.disable(method, recursive=False, reason=FULLGRAPH)  # type: ignore[no-untyped-call]
-    made: type[nn.Module] = types.new_class(cls.__name__, (cls,), exec_body=lambda namespace: namespace.update(body))
+    made: type[nn.Module] = types.new_class(cls.__name__, (cls,), {"metaclass": _Kind}, exec_body=lambda namespace: namespace.update(body))
     return made
 
 
@@ -242,6 +278,11 @@ def _find(names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -
         a = kwargs.get(k)
         if isinstance(a, torch.Tensor) and a.is_floating_point():
             return k, a
+    return None, None
+
+
+def _nothing(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[None, None]:
+    """For a unit whose input the patch does not carry unrounded."""
     return None, None
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
-import torch
 from torch import nn
 
 from graphalign.errors import PatchError
@@ -15,35 +14,6 @@ FULLGRAPH = (
     "compile the model without fullgraph=True (the graph breaks at every patched module)"
 )
 """Reason that an outer `torch.compile(fullgraph=True)` gives when it fails at a patched module."""
-
-
-def refuse_sharded(model: nn.Module, units: dict[str, nn.Module]) -> None:
-    """Layers that `fully_shard` (FSDP2) sharded: it swapped their classes, as the patch does.
-
-    Raises:
-        PatchError: a unit, a module around it or one inside it is sharded.
-    """
-    fsdp: Any = _fsdp_module()
-    if fsdp is None:
-        return
-    for name, m in model.named_modules():
-        if not isinstance(m, fsdp):
-            continue
-        inner = {id(x) for x in m.modules()}
-        hit = next((n for n, u in units.items() if id(u) in inner or any(x is m for x in u.modules())), None)
-        if hit is not None:
-            raise PatchError(
-                f"{hit} is sharded already", where=f"fully_shard was called on {name or 'the model'}",
-                hint="apply the patch to the model first, then call fully_shard on it (cast_forward_inputs=False)",
-            )  # fmt: skip
-
-
-def _fsdp_module() -> Any:
-    if not torch.distributed.is_available():
-        return None
-    from torch.distributed.fsdp import FSDPModule
-
-    return FSDPModule
 
 
 def with_dora(modules: Iterable[tuple[str, nn.Module]]) -> list[str]:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +15,6 @@ from transformers import Trainer, TrainingArguments
 
 from graphalign.errors import PatchError
 from tests.rewrite.tiny import build, by_hand, patch, tokens
-
-ROOT = Path(__file__).parents[2]
 
 
 def pair() -> tuple[nn.Module, nn.Module]:
@@ -90,24 +85,6 @@ def test_accelerate() -> None:
             optimizer.zero_grad()
         models.append(m)
     assert_same(*models)
-
-
-def ranks(script: str, *args: str) -> str:
-    """Run a script on two gloo ranks."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(ROOT / script), *args]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=280)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
-
-
-@pytest.mark.slow
-def test_fsdp2_on_two_ranks() -> None:
-    out = ranks("tests/rewrite/fsdp_ranks.py")
-    assert out.count("bitwise equal to the patch by hand") == 2
-    assert out.count("bitwise equal with checkpointing") == 2
-    assert out.count("tables and an embedding arrive unrounded") == 2
-    assert out.count("MixedPrecisionPolicy(cast_forward_inputs=False)") == 2
 
 
 # -- trainers that are compiled themselves ------------------------------------------------------------------------------

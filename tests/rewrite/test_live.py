@@ -194,10 +194,21 @@ def test_selective_checkpointing_is_live() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
-def test_autocast_of_another_regime() -> None:
-    model, _ = patched(ROPE)
+def test_autocast_that_changes_nothing_and_autocast_that_does() -> None:
+    """With BF16 weights autocast leaves Qwen3 as it is; an op on its FP32 list (`prod` on the CPU) it does not."""
+    model, want = patched(ROPE)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        refused(model, "autocast is on (bfloat16), the patch is for autocast off")
+        assert torch.equal(logits(model), want)
+    assert torch.equal(logits(model), want)
+
+    class Gate(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.silu(x) * x.new_ones(2).prod()
+
+    model.model.layers[0].mlp.act_fn = Gate()
+    logits(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        refused(model, "autocast is on (bfloat16), the patch is for autocast off", "prod gives float32 with it, bfloat16 without")
 
 
 def test_threads_count_apart() -> None:
