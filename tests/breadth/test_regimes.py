@@ -86,12 +86,13 @@ def rounded(folder: str) -> PatchSpec:
     return make_spec(diff(recorded.captures("qwen3")[0], record_forward(trainer(folder))))
 
 
-def test_a_bf16_patch_is_refused_under_autocast(folder: str) -> None:
+def test_a_bf16_patch_is_the_same_under_autocast_here(folder: str) -> None:
+    """With BF16 weights autocast changes no op of Qwen3; where it changes one, the forward is refused (`tests/rewrite/test_live.py`)."""
     model, ids = trainer(folder), torch.tensor([[1, 2, 3]])
     with graphalign.apply(model, rounded(folder)), torch.no_grad():
-        model(input_ids=ids)
-        with pytest.raises(GraphalignError, match="autocast"), torch.autocast("cpu", dtype=torch.bfloat16):
-            model(input_ids=ids)
+        plain = model(input_ids=ids).logits
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.equal(model(input_ids=ids).logits, plain)
 
 
 @pytest.mark.parametrize("attention", ["eager", "flash_attention_2"])

@@ -1,6 +1,7 @@
 """Run on two gloo ranks: FP32 master weights under FSDP2 as real stacks set it up, against the patch by hand on each rank's own data.
 
-Each policy is what the stack passes to `fully_shard`; the line of its source is in `docs/trainers.md`.
+Arguments: a folder for what the ranks say, and scenes. Each policy is what the stack passes to `fully_shard`; the line of its source is in
+`docs/trainers.md`.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ import copy
 import logging
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import peft
+import pytest
 import torch
 import torch.distributed as dist
 from accelerate import FullyShardedDataParallelPlugin
@@ -25,10 +27,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from transformers import AutoModelForCausalLM
 
 import graphalign
-from graphalign.engines import flash
 from graphalign.errors import PatchNotLiveError
+from tests.rewrite import kernels, matrix
 from tests.rewrite import test_beside as beside
-from tests.rewrite.test_by_hand import packed
+from tests.rewrite.matrix import run, same
 from tests.rewrite.tiny import build, by_hand, patch, tokens
 from tests.rewrite.tiny import config as tiny_config
 
@@ -37,7 +39,6 @@ POLICIES: dict[str, dict[str, Any]] = {
     "verl, SkyRL": {"param_dtype": BF16, "reduce_dtype": FP32, "cast_forward_inputs": True},
     "accelerate, TRL": {"param_dtype": BF16, "reduce_dtype": BF16, "output_dtype": BF16},
     "NeMo-RL": {"param_dtype": BF16, "reduce_dtype": FP32, "output_dtype": FP32},
-    "torchtitan": {"param_dtype": BF16, "reduce_dtype": FP32, "cast_forward_inputs": False},
 }
 
 
@@ -59,22 +60,6 @@ def by_hand_sharded(model: Any, policy: dict[str, Any], **options: Any) -> Any:
     for part in (*inner.model.layers, inner.model.embed_tokens):
         fully_shard(part, mp_policy=layers, **options)
     return fully_shard(model, mp_policy=MixedPrecisionPolicy(**policy), **options)
-
-
-def train(model: Any, inputs: dict[str, Any], autocast: bool = False) -> list[torch.Tensor | None]:
-    """Logits and every gradient that this rank holds."""
-    model.train().zero_grad()
-    with torch.autocast("cpu", dtype=BF16) if autocast else nullcontext():
-        out = model(**inputs)
-    out.loss.backward()
-    grads = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]
-    return [out.logits.detach(), *grads]
-
-
-def same(a: list[Any], b: list[Any]) -> bool:
-    """Bitwise equal, and there are gradients."""
-    graded = any(g is not None for g in b[1:])
-    return graded and len(a) == len(b) and all((u is None and v is None) or torch.equal(u, v) for u, v in zip(a, b, strict=True))
 
 
 def inputs_for(batch: int = 2, length: int = 9) -> dict[str, Any]:
@@ -99,38 +84,35 @@ def policies() -> dict[str, bool]:
         else:
             patch(model)
             shard(model, policy)
-        want = train(hand, x, autocast)
-        found[name] = same(train(model, x, autocast), want)
-        found[f"{name}, stock differs"] = not torch.equal(train(stock, x, autocast)[0], want[0])  # type: ignore[arg-type]
+        want = run(hand, x, autocast)
+        found[name] = same(run(model, x, autocast), want)
+        found[f"{name}, stock differs"] = not torch.equal(run(stock, x, autocast)[0], want[0])  # type: ignore[arg-type]
     return found
 
 
-def inputs() -> dict[str, bool]:
-    """verl's policy: sharded, then patched; packed FlashAttention, autocast, both kinds of checkpointing, parameters kept unsharded."""
+def cells() -> dict[str, bool]:
+    """The matrix of `matrix.py`: verl's policy, sharded, then patched. Then autocast, parameters kept unsharded, and undone."""
     policy, found = POLICIES["verl, SkyRL"], {}
-    model = model_of()
-    flash.stand_in(model)
-    hand = by_hand_sharded(copy.deepcopy(model), policy)
-    handle = patch(shard(model, policy))
-    x = inputs_for(1, 9) | packed(1, 9)
-    want = train(hand, x)
-    found["packed"] = same(train(model, x), want)
-    found["packed, autocast"] = same(train(model, x, autocast=True), train(hand, x, autocast=True))
-    for reentrant in (False, True):
-        for m in (model, hand):
-            m.gradient_checkpointing_enable({"use_reentrant": reentrant})
-            m.enable_input_require_grads()
-        kind = "reentrant" if reentrant else "not reentrant"
-        found[f"checkpointing, {kind}"] = same(train(model, x), want)
-        found[f"checkpointing, {kind}, by hand"] = same(train(hand, x), want)
-    for m in (model, hand):
-        m.gradient_checkpointing_disable()
-        m.set_reshard_after_forward(False)
-    found["kept unsharded"] = same(train(model, x), want)
-    handle.undo()
-    found["undone"] = not torch.equal(train(model, x)[0], want[0])  # type: ignore[arg-type]
-    hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
-    found["no hooks left"] = hooks == sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in hand.modules())
+    for attention, (implementation, _, _) in matrix.ATTENTION.items():
+        with pytest.MonkeyPatch.context() as patcher:
+            model: Any = kernels.use(model_of(), implementation, patcher)
+            hand = by_hand_sharded(copy.deepcopy(model), policy)
+            handle = patch(shard(model, policy))
+            for cell, word in matrix.cells(attention, model, hand, cast=False, seed=dist.get_rank()).items():
+                say("|".join(("cell", *cell, word)))
+            if implementation != "flash_attention_2":
+                continue
+            for m in (model, hand):
+                m.gradient_checkpointing_disable()
+                m.set_reshard_after_forward(False)
+            x = matrix.inputs_for(attention, dist.get_rank())
+            want = run(hand, x)
+            found["kept unsharded"] = same(run(model, x), want)
+            found["packed, autocast"] = same(run(model, x, cast=True), run(hand, x, cast=True))
+            handle.undo()
+            found["undone"] = not torch.equal(run(model, x)[0], want[0])  # type: ignore[arg-type]
+            hooks = [sum(len(x._forward_hooks) + len(x._forward_pre_hooks) for x in m.modules()) for m in (model, hand)]
+            found["no hooks left"] = hooks[0] == hooks[1]
     return found
 
 
@@ -144,12 +126,11 @@ def adapters() -> dict[str, bool]:
     shard(model, policy, offload_policy=CPUOffloadPolicy(pin_memory=False))
     for m in (model, hand):
         optimizer = torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-2)
-        for step in range(2):
-            train(m, inputs_for(2, 7 + step))
-            optimizer.step()
+        run(m, inputs_for())
+        optimizer.step()
     x = inputs_for()
-    want = train(hand, x)
-    found["LoRA, CPU offload, after two steps"] = same(train(model, x), want)
+    want = run(hand, x)
+    found["LoRA, CPU offload, after a step"] = same(run(model, x), want)
     saved = get_model_state_dict(hand, options=StateDictOptions(full_state_dict=True))
     with torch.device("meta"):
         empty = peft.get_peft_model(AutoModelForCausalLM.from_config(tiny_config(2), attn_implementation="sdpa", dtype=FP32), config)
@@ -161,7 +142,7 @@ def adapters() -> dict[str, bool]:
     for name, buffer in rotary.named_buffers():
         setattr(empty.get_base_model().model.rotary_emb, name, buffer.clone())
     set_model_state_dict(empty, saved, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
-    found["resumed in a model made on no device"] = same(train(empty, x), want)
+    found["resumed in a model made on no device"] = same(run(empty, x), want)
     return found
 
 
@@ -175,7 +156,7 @@ def frameworks() -> dict[str, bool]:
         cpu_ram_efficient_loading=False,
     )  # fmt: skip
     plugin.set_mixed_precision("bf16")
-    model = build(3)
+    model = build(2)
     hand = copy.deepcopy(model).to(FP32)
     patch(model)
     state = SimpleNamespace(fsdp_plugin=plugin)
@@ -183,7 +164,7 @@ def frameworks() -> dict[str, bool]:
     policy = {k: getattr(plugin.mixed_precision_policy, k) for k in ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")}
     found = {"accelerate shards every layer": all(isinstance(layer, FSDPModule) for layer in made.model.layers)}
     found["accelerate makes FP32 masters"] = all(p.dtype == FP32 for p in made.parameters())
-    found["accelerate, its own code"] = same(train(made, inputs_for(), True), train(by_hand_sharded(hand, policy), inputs_for(), True))
+    found["accelerate, its own code"] = same(run(made, inputs_for(), True), run(by_hand_sharded(hand, policy), inputs_for(), True))
     return found
 
 
@@ -207,7 +188,7 @@ def bf16() -> dict[str, bool]:
     model, policy = build(2), {"param_dtype": BF16}
     hand = by_hand_sharded(copy.deepcopy(model), policy)
     patch(model)
-    found = {"BF16 weights": same(train(shard(model, policy), inputs_for()), train(hand, inputs_for()))}
+    found = {"BF16 weights": same(run(shard(model, policy), inputs_for()), run(hand, inputs_for()))}
     model = model_of()
     patch(model)
     try:
@@ -217,16 +198,22 @@ def bf16() -> dict[str, bool]:
     return found
 
 
-SCENES: dict[str, Callable[[], dict[str, bool]]] = {f.__name__: f for f in (policies, inputs, adapters, frameworks, tables, bf16)}
+SCENES: dict[str, Callable[[], dict[str, bool]]] = {f.__name__: f for f in (policies, cells, adapters, frameworks, tables, bf16)}
+
+
+def say(line: str) -> None:
+    """Into a file of this rank in the folder of the first argument: standard output has both ranks' lines mixed."""
+    with (Path(sys.argv[1]) / f"rank{dist.get_rank()}").open("a") as f:
+        f.write(line + "\n")
 
 
 def main() -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     logging.getLogger("graphalign").setLevel(logging.ERROR)
-    for scene in sys.argv[1:]:
+    for scene in sys.argv[2:]:
         for what, holds in SCENES[scene]().items():
-            print(f"{'holds' if holds else 'FAILS'}: {what}", flush=True)
+            say(f"{'holds' if holds else 'FAILS'}: {what}")
     dist.barrier()
     dist.destroy_process_group()
 

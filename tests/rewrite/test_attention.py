@@ -27,23 +27,14 @@ def pair(attention: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("attention", ["flash_attention_2", "flex_attention"])
-@pytest.mark.parametrize("extra", [packed, padded])
-def test_packed_padded_and_checkpointed(attention: str, extra: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = 1 if extra is packed else 2
+def test_the_kernels_see_padding(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed sequences and checkpointing are in `test_trainers.py`."""
     models = pair(attention, monkeypatch)
-    x = tokens(batch, 13)
-    inputs = {"input_ids": x, "labels": x, "use_cache": False} | extra(batch, 13)
-    plain = [gradients(m, **inputs) for m in models]
-    assert_equal(*plain)
-    together = gradients(models[1], **{k: v for k, v in inputs.items() if k not in ("position_ids", "attention_mask")})
-    assert not torch.equal(together["logits"], plain[1]["logits"])  # the kernels see what is packed and padded
-    for reentrant in (False, True):
-        for m in models:
-            m.gradient_checkpointing_enable({"use_reentrant": reentrant})
-            m.enable_input_require_grads()
-        found = [gradients(m, **inputs) for m in models]
-        assert_equal(*found)
-        assert_equal(found[0], plain[0])
+    x = tokens(2, 13)
+    inputs = {"input_ids": x, "labels": x, "use_cache": False}
+    found = [gradients(m, **inputs, **padded(2, 13)) for m in models]
+    assert_equal(*found)
+    assert not torch.equal(gradients(models[1], **inputs)["logits"], found[1]["logits"])
 
 
 def test_apply_tries_it_and_a_cache_works(monkeypatch: pytest.MonkeyPatch) -> None:
