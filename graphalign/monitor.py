@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 
 from graphalign.errors import GapInputError
-from graphalign.verify.gap.drift import LIMIT, SLACK, WARMUP, Drift
-from graphalign.verify.gap.inputs import check, rounded_to_bfloat16
-from graphalign.verify.gap.statistics import GapStatistics, differences, from_sums, sequence_sums
+from graphalign.gap.drift import LIMIT, SLACK, WARMUP, Drift
+from graphalign.gap.inputs import check, rounded_to_bfloat16
+from graphalign.gap.statistics import GapStatistics, differences, from_sums, sequence_sums
 
 log = logging.getLogger("graphalign")
 
@@ -41,7 +41,7 @@ class GapMonitor:
         logger.log(monitor.metrics())
     ```
     Each step is logged in one line (logger `graphalign`), with intervals over the sequences of that step. A `GapDriftWarning` is issued,
-    and logged, when log k3 has drifted upward: see graphalign.verify.gap.drift for the rule, its rate of false alarms and its delay.
+    and logged, when log k3 has drifted upward: see graphalign.gap.drift for the rule, its rate of false alarms and its delay.
 
     The training log-probabilities have to be those of the weights that sampled, so take them before the optimiser's step (TRL's and verl's
     `old_log_probs`), else the difference contains the update.

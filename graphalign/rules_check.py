@@ -12,8 +12,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from graphalign.align.finer import compare_pair
 from graphalign.align.pair import prepare
+from graphalign.dataflow.opaque import OpaqueOp, load_opaque_ops
 from graphalign.errors import BadInputError, GraphalignError
-from graphalign.evaluate.opaque import OpaqueOp, load_opaque_ops
 from graphalign.ir.files import read_json
 from graphalign.ir.inference import InferenceGraph
 from graphalign.ir.training import TrainingGraph

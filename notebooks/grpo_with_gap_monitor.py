@@ -35,8 +35,8 @@ from trl.trainer.utils import add_fused_lm_head
 import graphalign
 from graphalign.engines.callback import GapCallback
 from graphalign.engines.examples import resolve_model
+from graphalign.gap.statistics import PairedDifference, compare, summarise
 from graphalign.monitor import sequences
-from graphalign.verify.gap.statistics import PairedDifference, compare, summarise
 
 VOCABULARY = 1024
 

@@ -16,9 +16,9 @@ from graphalign.align.strangers import other_weights
 from graphalign.align.sums import Sums
 from graphalign.align.tables import TableMatch, as_real, snap
 from graphalign.align.twins import tell_apart
+from graphalign.dataflow.identity import anchor_name
 from graphalign.errors import AlignmentError
 from graphalign.evaluate import run_inference, run_training
-from graphalign.evaluate.identity import anchor_name
 from graphalign.evaluate.table_rows import rows_read
 from graphalign.evaluate.values import Layers
 from graphalign.ir.dataflow import Dataflow, Op

@@ -23,8 +23,8 @@ from graphalign.align.behind import Behind
 from graphalign.align.heads import head_order, scale
 from graphalign.align.pair import Pair
 from graphalign.align.tables import snap
+from graphalign.dataflow.identity import anchor_name
 from graphalign.evaluate import run_inference, run_training
-from graphalign.evaluate.identity import anchor_name
 from graphalign.evaluate.run_training import Edits
 from graphalign.evaluate.table_rows import rows_read
 from graphalign.evaluate.values import round_to

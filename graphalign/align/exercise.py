@@ -13,9 +13,9 @@ import networkx as nx
 import torch
 
 from graphalign.align.regions import Regions
+from graphalign.dataflow.identity import anchor_name
 from graphalign.evaluate import run_inference, run_training
 from graphalign.evaluate.aten import base
-from graphalign.evaluate.identity import anchor_name
 from graphalign.evaluate.picks import COMPARISONS, MASKS, Pick, chosen, number, of_node
 from graphalign.ir.args import references
 from graphalign.ir.dataflow import Dataflow, Op

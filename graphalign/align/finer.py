@@ -14,7 +14,7 @@ from graphalign.align.align import Alignment, Progress, align
 from graphalign.align.edges import Comparison, compare
 from graphalign.align.pair import Pair, shards_of
 from graphalign.align.regions import cut
-from graphalign.evaluate import trace_training
+from graphalign.dataflow import trace_training
 from graphalign.evaluate.parts import Fused, Made, take_apart
 from graphalign.ir.args import references
 from graphalign.ir.training import Node, TrainingGraph, Value

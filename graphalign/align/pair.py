@@ -12,14 +12,14 @@ from graphalign.align.nodes import HEADS_FIRST
 from graphalign.align.opwise import fold_attention
 from graphalign.align.positions import choose_positions, recorded_at, refuse_other_branch
 from graphalign.align.regions import Regions, cut, stream_terms
+from graphalign.dataflow import trace_inference, trace_training
+from graphalign.dataflow.identity import anchor_name
+from graphalign.dataflow.opaque import load_opaque_ops
+from graphalign.dataflow.ranges import decode_range
+from graphalign.dataflow.returns import unwrap
 from graphalign.errors import BadInputError
-from graphalign.evaluate import trace_inference, trace_training
 from graphalign.evaluate.aten import ATTENTIONS, base
-from graphalign.evaluate.identity import anchor_name
-from graphalign.evaluate.opaque import load_opaque_ops
 from graphalign.evaluate.parts import Made
-from graphalign.evaluate.ranges import decode_range
-from graphalign.evaluate.returns import unwrap
 from graphalign.evaluate.shards import Shards, read_shards
 from graphalign.evaluate.values import Arithmetic, Layers
 from graphalign.ir.args import references

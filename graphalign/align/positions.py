@@ -10,15 +10,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from graphalign.dataflow.opaque import load_opaque_ops
+from graphalign.dataflow.ranges import decode_range, tokens_to_record
+from graphalign.dataflow.returns import unwrap
+from graphalign.dataflow.trace_inference import Tracer
+from graphalign.dataflow.trace_training import Tracer as TrainingTracer
+from graphalign.dataflow.trace_training import decode_constant
 from graphalign.errors import BadInputError
-from graphalign.evaluate.opaque import load_opaque_ops
-from graphalign.evaluate.ranges import decode_range, tokens_to_record
-from graphalign.evaluate.returns import unwrap
 from graphalign.evaluate.run_training import native_constants
 from graphalign.evaluate.table_rows import recorded_positions, rows_read
-from graphalign.evaluate.trace_inference import Tracer
-from graphalign.evaluate.trace_training import Tracer as TrainingTracer
-from graphalign.evaluate.trace_training import decode_constant
 from graphalign.evaluate.values import Arithmetic
 from graphalign.ir.args import references
 from graphalign.ir.asked import is_positions, questions

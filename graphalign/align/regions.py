@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from graphalign.dataflow.identity import anchor_name
 from graphalign.evaluate.aten import base
-from graphalign.evaluate.identity import anchor_name
 from graphalign.ir.dataflow import Dataflow, Op, Operand
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from graphalign.evaluate.trace_training import Tracer
+from graphalign.dataflow.trace_training import Tracer
 from graphalign.evaluate.values import round_to
 from graphalign.ir.dataflow import LOW_PRECISION
 from graphalign.ir.inference import InferenceGraph, Table

@@ -20,7 +20,7 @@ from graphalign.dumps.faults import fault_of
 from graphalign.dumps.recognise import Source, recognise
 from graphalign.dumps.rows import Array, Fault, Ids, Refused, Row
 from graphalign.dumps.server import Server
-from graphalign.verify.gap.statistics import sequence_sums
+from graphalign.gap.statistics import sequence_sums
 
 SAMPLE: Final = 1 << 21
 """Positions, prompts included, of the responses that are kept."""

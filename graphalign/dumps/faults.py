@@ -7,7 +7,7 @@ from typing import Final
 import numpy as np
 
 from graphalign.dumps.rows import Array, Fault, Kept, Row
-from graphalign.verify.gap.inputs import POSITIVE
+from graphalign.gap.inputs import POSITIVE
 
 SHORTEST: Final = 6
 """Tokens from which a shift is looked for in one row."""

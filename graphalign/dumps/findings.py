@@ -12,8 +12,8 @@ from graphalign.dumps.collect import Collection
 from graphalign.dumps.report import Finding
 from graphalign.dumps.rows import HINTS, Array, Fault
 from graphalign.errors import GapInputError
-from graphalign.verify.gap.inputs import check_agreement
-from graphalign.verify.gap.statistics import Estimate, estimate, resample
+from graphalign.gap.inputs import check_agreement
+from graphalign.gap.statistics import Estimate, estimate, resample
 
 MANY: Final = 0.05
 """Share of rows with a fault above which the rest is not trusted either."""

@@ -11,7 +11,7 @@ from graphalign.dumps.findings import find
 from graphalign.dumps.report import DumpReport, FileRead, LeftOutRows, Logged, Part
 from graphalign.dumps.rows import HINTS, Array, Fault
 from graphalign.errors import GapInputError
-from graphalign.verify.gap.statistics import GapStatistics, from_sums, summarise
+from graphalign.gap.statistics import GapStatistics, from_sums, summarise
 
 PART_RESAMPLES: Final = 500
 """Bootstrap resamples of parts."""

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from graphalign.verify.gap.statistics import Estimate, GapStatistics, PairedDifference
+from graphalign.gap.statistics import Estimate, GapStatistics, PairedDifference
 
 
 class Frozen(BaseModel):

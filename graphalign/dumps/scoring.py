@@ -18,13 +18,13 @@ from graphalign.dumps.rows import Array
 from graphalign.dumps.rows import Kept as Flags
 from graphalign.dumps.sampling import Observer, findings_of
 from graphalign.errors import GapInputError
+from graphalign.gap.measure import Tokens, measure_all, score_variant
+from graphalign.gap.score import score
+from graphalign.gap.statistics import compare, sequence_sums, summarise
+from graphalign.gap.store import LogProbs, Store, digest, model_identity
+from graphalign.gap.variants import EVERYTHING, STOCK, Variant, main_variants, nudged_variant
 from graphalign.logprobs import DEFAULT, LogProbabilities, find_function, name_of
 from graphalign.patch.spec import PatchSpec
-from graphalign.verify.gap.measure import Tokens, measure_all, score_variant
-from graphalign.verify.gap.score import score
-from graphalign.verify.gap.statistics import compare, sequence_sums, summarise
-from graphalign.verify.gap.store import LogProbs, Store, digest, model_identity
-from graphalign.verify.gap.variants import EVERYTHING, STOCK, Variant, main_variants, nudged_variant
 
 if TYPE_CHECKING:
     from torch import nn

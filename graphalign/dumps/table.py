@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from graphalign.dumps.report import DumpReport, Finding, Part, Scored
-from graphalign.verify.gap.statistics import GapStatistics
-from graphalign.verify.gap.table import Unit, percent, unit_for
+from graphalign.gap.statistics import GapStatistics
+from graphalign.render.gap_table import Unit, percent, unit_for
 
 MOST_STEPS: Final = 12
 SHOWN_FILES: Final = 8

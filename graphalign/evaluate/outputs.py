@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from graphalign.evaluate.identity import anchor_name
+from graphalign.dataflow.identity import anchor_name
 from graphalign.evaluate.interpret import parameter
 from graphalign.evaluate.shards import Part
 from graphalign.evaluate.storage import UNKNOWN, Lazy

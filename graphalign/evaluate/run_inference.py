@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 
+from graphalign.dataflow.externs import buffers_of
+from graphalign.dataflow.trace_inference import ADDED, Tracer
 from graphalign.errors import CaptureFileError, UnsupportedOpError
 from graphalign.evaluate import aten
-from graphalign.evaluate.externs import buffers_of
 from graphalign.evaluate.interpret import Interpreter
 from graphalign.evaluate.outputs import hand_on, output_of
 from graphalign.evaluate.picks import Pick
 from graphalign.evaluate.run_training import Arranged, canonical
 from graphalign.evaluate.storage import UNKNOWN, Lazy, Rows, Storage, laid_out
-from graphalign.evaluate.trace_inference import ADDED, Tracer
 from graphalign.evaluate.values import Arithmetic, Val, draw, seed_of
 from graphalign.ir.dataflow import Op
 from graphalign.ir.indexing import evaluate as index_value

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
+from graphalign.dataflow.identity import anchor_name
+from graphalign.dataflow.trace_training import Tracer, decode_constant, is_identity
 from graphalign.errors import CaptureFileError, UnsupportedOpError
 from graphalign.evaluate import aten
-from graphalign.evaluate.identity import anchor_name
 from graphalign.evaluate.shards import Part
-from graphalign.evaluate.trace_training import Tracer, decode_constant, is_identity
 from graphalign.evaluate.values import Arithmetic, Val, by_expert, round_to
 from graphalign.ir.args import references
 from graphalign.ir.dataflow import LOW_PRECISION, Op

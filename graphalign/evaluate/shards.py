@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from graphalign.dataflow.identity import nearest_anchors
 from graphalign.errors import CaptureFileError
-from graphalign.evaluate.identity import nearest_anchors
 from graphalign.evaluate.storage import UNKNOWN
 from graphalign.ir.dataflow import Dataflow, Op
 from graphalign.ir.inference import InferenceGraph, Segment

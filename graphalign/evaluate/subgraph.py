@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 import torch
 
+from graphalign.dataflow.trace_training import decode_constant
 from graphalign.errors import UnsupportedOpError
 from graphalign.evaluate.aten import base
 from graphalign.evaluate.run_training import call
-from graphalign.evaluate.trace_training import decode_constant
 from graphalign.ir.args import references
 from graphalign.ir.paths import pattern_of
 from graphalign.ir.training import Input, Node, TrainingGraph

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 import networkx as nx
 import torch
 
+from graphalign.dataflow.trace_inference import Tracer
 from graphalign.evaluate.run_inference import Run
-from graphalign.evaluate.trace_inference import Tracer
 from graphalign.evaluate.values import Arithmetic
 from graphalign.ir.inference import Graph, InferenceGraph
 

@@ -9,8 +9,8 @@ from graphalign.evaluate.aten import MATMULS
 from graphalign.evaluate.parts import key_name
 from graphalign.ir.paths import unit_of
 from graphalign.patch.spec import Edit, Group, Key, PatchSpec, Skipped, parse_layers
+from graphalign.render.sites_table import ranges
 from graphalign.sites.report import End, Report, Site
-from graphalign.sites.table import ranges
 
 TAIL = "logprobs[0]"
 """What sites behind the last GEMM reach, and nothing else."""

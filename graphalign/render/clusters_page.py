@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
+from graphalign.clusters.locations import KINDS
+from graphalign.clusters.report import Clusters, Location
+from graphalign.render.clusters_table import by_kind, label, legend, number, paper_range, spread
 from graphalign.render.frame import document
 from graphalign.render.markup import Html, table, tag
 from graphalign.render.words import clean, layer_words, place, shorten
-from graphalign.verify.clusters.locations import KINDS
-from graphalign.verify.clusters.report import Clusters, Location
-from graphalign.verify.clusters.table import by_kind, label, legend, number, paper_range, spread
 
 MORE_CSS = """
 svg.hist rect{fill:var(--keep)}svg.hist line,svg.dots line{stroke:var(--line)}svg.hist line.even{stroke:var(--soft);stroke-dasharray:3 2}

@@ -9,11 +9,11 @@ from numpy.typing import NDArray
 
 from graphalign.dumps.report import DumpReport, Part
 from graphalign.dumps.table import FORMULA, cells, finding_text, part_rows, sampling_text, summary_rows, units
+from graphalign.gap.statistics import GapStatistics
 from graphalign.render import gap_plots as plots
 from graphalign.render.frame import contents, document, navigation
+from graphalign.render.gap_table import percent
 from graphalign.render.markup import Html, table, tag, text
-from graphalign.verify.gap.statistics import GapStatistics
-from graphalign.verify.gap.table import percent
 
 Lines = Sequence[tuple[str, list[NDArray[np.float64]]]]
 """Label and d per response."""

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from graphalign.gap.report import GapReport, Measured, VariantResult
+from graphalign.gap.variants import EVERYTHING, PAPERS_TITLE, STOCK
 from graphalign.render import gap_plots as plots
 from graphalign.render.frame import contents, document, navigation
+from graphalign.render.gap_table import Unit, describe, main_rows, percent, units, widens
 from graphalign.render.markup import Html, table, tag, text
-from graphalign.verify.gap.report import GapReport, Measured, VariantResult
-from graphalign.verify.gap.table import Unit, describe, main_rows, percent, units, widens
-from graphalign.verify.gap.variants import EVERYTHING, PAPERS_TITLE, STOCK
 
 SAMPLED = "Against the engine's log-probabilities when it sampled the tokens: what an RL run sees."
 PREFILL = (

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from graphalign.gap.report import GapReport
+from graphalign.gap.statistics import k3
+from graphalign.gap.variants import STOCK
+from graphalign.render.gap_table import Unit, units
 from graphalign.render.markup import Html, tag
-from graphalign.verify.gap.report import GapReport
-from graphalign.verify.gap.statistics import k3
-from graphalign.verify.gap.table import Unit, units
-from graphalign.verify.gap.variants import STOCK
 
 COLOURS = ("#d55e00", "#0072b2", "#009e73", "#cc79a7")
 """Four of Okabe and Ito's colours, which colour-blind people tell apart ("Color Universal Design", 2008)."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from graphalign.render.drawing import Excerpt
 from graphalign.render.excerpt import Line, Sources
 from graphalign.render.markup import Content, Html, anchor, table, tag, text
 from graphalign.render.patch_source import SourceDiff
+from graphalign.render.sites_table import ranges
 from graphalign.render.words import clean, expression, formats, kernel_name, place
-from graphalign.sites.drawing import Excerpt
 from graphalign.sites.report import End, Report, Site
-from graphalign.sites.table import ranges
 
 
 def rounding_tag(roundings: tuple[str, ...]) -> Html:

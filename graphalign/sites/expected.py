@@ -11,9 +11,9 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from graphalign.errors import BadInputError
+from graphalign.render.sites_table import ranges
 from graphalign.rules import read_yaml
 from graphalign.sites.report import Report
-from graphalign.sites.table import ranges
 
 Counts = dict[str, int]
 

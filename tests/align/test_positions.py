@@ -12,9 +12,9 @@ import torch
 
 from graphalign.align.positions import choose_positions
 from graphalign.capture.engine_script import index_numbers, read_table, table_offsets
-from graphalign.evaluate.opaque import load_opaque_ops
+from graphalign.dataflow.opaque import load_opaque_ops
+from graphalign.dataflow.trace_inference import Tracer
 from graphalign.evaluate.table_rows import rows_read
-from graphalign.evaluate.trace_inference import Tracer
 from graphalign.evaluate.values import Arithmetic
 from graphalign.ir.inference import Body, Buffer, Graph, InferenceGraph, Kernel, Node, Table
 from graphalign.rules import rules_dir

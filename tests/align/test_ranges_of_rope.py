@@ -8,11 +8,11 @@ import torch
 from graphalign.align.pair import prepare
 from graphalign.align.positions import reach_of
 from graphalign.errors import BadInputError
+from graphalign.proof.replay import Replay, far_position
+from graphalign.proof.values import EngineValues
 from graphalign.rules import rules_dir
 from graphalign.sites.find import diff
 from graphalign.sites.report import Report
-from graphalign.verify.replay import Replay, far_position
-from graphalign.verify.values import EngineValues
 from tests.align import rope
 from tests.breadth.captured import counts, entries
 

@@ -15,8 +15,8 @@ from graphalign.capture.training import capture_training
 from graphalign.engines.examples import resolve_model
 from graphalign.engines.trainer import build_trainer
 from graphalign.patch.make import make_spec
+from graphalign.proof.gradients import compare_gradients
 from graphalign.sites.find import diff
-from graphalign.verify.gradients import compare_gradients
 
 
 def main() -> None:

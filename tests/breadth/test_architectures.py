@@ -10,8 +10,8 @@ from rich.console import Console
 
 from graphalign.patch.make import make_spec
 from graphalign.patch.spec import PatchSpec, dump
+from graphalign.render.sites_table import render_table
 from graphalign.sites.find import diff
-from graphalign.sites.table import render_table
 from tests.breadth.captured import captures, counts, entries, report
 
 COMPLETE = {

@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 
 from graphalign.render.page import render_page
+from graphalign.render.sites_table import render_table
 from graphalign.render.textdiff import render_text
-from graphalign.sites.table import render_table
 from graphalign.sites.why import explain
 from tests.breadth.captured import report
 

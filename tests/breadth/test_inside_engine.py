@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from graphalign.capture.inference import capture_inference
 from graphalign.capture.training import capture_training
-from graphalign.cli import app
+from graphalign.cli.app import app
 from graphalign.engines.trainer import build_trainer
 from graphalign.ir.files import write_json
 from tests.breadth import models

@@ -12,13 +12,13 @@ from graphalign.ir.args import references
 from graphalign.ir.files import read_json
 from graphalign.ir.training import TrainingGraph, Value
 from graphalign.patch.make import make_spec
+from graphalign.proof.composites import composite_ends
+from graphalign.proof.formats import changed_formats
+from graphalign.proof.verdict import Proof
 from graphalign.rewrite.apply import apply
 from graphalign.rules import rules_dir
 from graphalign.sites.find import diff
 from graphalign.sites.report import Report
-from graphalign.verify.composites import composite_ends
-from graphalign.verify.formats import changed_formats
-from graphalign.verify.verdict import Proof
 from tests.breadth.captured import CAPTURES, captures, counts, report
 from tests.breadth.models import build
 

@@ -12,10 +12,10 @@ import pytest
 from pydantic import BaseModel
 from typer.testing import CliRunner
 
-import graphalign.cli_find
+import graphalign.cli.find
 import graphalign.render.dot  # noqa: F401  (before its imports are replaced)
 from graphalign import console
-from graphalign.cli import app
+from graphalign.cli.app import app
 from graphalign.ir.inference import Header, InferenceGraph
 from graphalign.ir.training import Header as TrainingHeader
 from graphalign.ir.training import TrainingGraph
@@ -81,9 +81,9 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
         diff=lambda inference, training, **kw: s.call("diff", s.report, inference=inference, training=training, **kw),
     )
     put("graphalign.render.page", render_page=lambda report: "PAGE")
-    monkeypatch.setattr("graphalign.evaluate.ranges.tokens_to_record", lambda capture: None)
+    monkeypatch.setattr("graphalign.dataflow.ranges.tokens_to_record", lambda capture: None)
     put("graphalign.sites.expected", verdict=lambda report, rules: "EXPECTED")
-    put("graphalign.sites.table", render_table=lambda report, console: console.print("TABLE"))
+    put("graphalign.render.sites_table", render_table=lambda report, console: console.print("TABLE"))
     put("graphalign.sites.why", explain=lambda report, node: s.call("why", f"{node} is aligned", node=node))
     put("graphalign.sites.report", Report=Report)
     monkeypatch.setattr(console.importlib.util, "find_spec", lambda name: object())

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-import graphalign.cli_clusters as command
-from graphalign.cli import app
+import graphalign.cli.clusters as command
+from graphalign.cli.app import app
+from graphalign.clusters.report import Clusters
 from graphalign.engines.text import read_sequences
 from graphalign.ir.files import read_json, write_json
-from graphalign.verify.clusters.report import Clusters
 from tests.clusters.test_measure import report, site
 from tests.clusters.tiny import model
 

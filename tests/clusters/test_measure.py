@@ -10,14 +10,14 @@ import pytest
 from rich.console import Console
 from transformers import Qwen3Config
 
+from graphalign.clusters.measure import measure
+from graphalign.clusters.report import Clusters, Location, rank_sites, with_sites
 from graphalign.errors import BadInputError
 from graphalign.ir.files import read_json, write_json
 from graphalign.render.clusters_page import render_clusters_page
+from graphalign.render.clusters_table import label, render_clusters
+from graphalign.render.sites_table import render_table
 from graphalign.sites.report import End, Group, Report, Site
-from graphalign.sites.table import render_table
-from graphalign.verify.clusters.measure import measure
-from graphalign.verify.clusters.report import Clusters, Location, rank_sites, with_sites
-from graphalign.verify.clusters.table import label, render_clusters
 from tests.clusters.tiny import TEXT, forward, model
 
 

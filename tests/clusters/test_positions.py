@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphalign.verify.clusters.positions import BINS, FREQUENCIES, LARGEST, SHOWN_BINS, Tally, positions, rounded
-from graphalign.verify.clusters.scores import Score, Sums, score
+from graphalign.clusters.positions import BINS, FREQUENCIES, LARGEST, SHOWN_BINS, Tally, positions, rounded
+from graphalign.clusters.scores import Score, Sums, score
 
 ORDERED = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).double()
 NUMBERS = sorted({float(x) for x in ORDERED[torch.isfinite(ORDERED)]})

@@ -10,8 +10,8 @@ from torch import nn
 from transformers import Qwen3Config
 
 from graphalign.capture.recorder import record
+from graphalign.clusters.unrounded import Unrounded, by_token
 from graphalign.evaluate.aten import MATMULS, base
-from graphalign.verify.clusters.unrounded import Unrounded, by_token
 from tests.clusters.tiny import TEXT, forward, model
 
 

@@ -10,8 +10,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from graphalign.capture.training import record_forward
+from graphalign.clusters.unrounded import Unrounded
 from graphalign.ir.training import TrainingGraph
-from graphalign.verify.clusters.unrounded import Unrounded
 
 SIZES = {
     "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,

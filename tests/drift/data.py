@@ -9,9 +9,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from graphalign.drift.snapshot import Snapshot, of_inference, of_report
 from graphalign.ir.files import read_json
 from graphalign.ir.inference import InferenceGraph
-from graphalign.patch.snapshot import Snapshot, of_inference, of_report
 from graphalign.rules import rules_dir
 from graphalign.sites.find import diff
 from graphalign.sites.report import Report

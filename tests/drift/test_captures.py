@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from graphalign.drift.compare import Drift, drift
+from graphalign.drift.snapshot import of_inference, of_report
 from graphalign.errors import BadInputError
-from graphalign.patch.drift import Drift, drift
-from graphalign.patch.snapshot import of_inference, of_report
 from graphalign.rules import rules_dir
 from graphalign.sites.expected import verdict
 from graphalign.sites.find import diff
@@ -60,7 +60,7 @@ def test_a_patch_from_another_torch_is_right() -> None:
 @pytest.mark.parametrize("name", ["qwen3", "qwen2", "llama"])
 @pytest.mark.parametrize(("old", "new"), [("v0.28.0", "v0.30.0"), ("v0.30.0", "v0.31.0"), ("v0.31.0", "")])
 def test_between_neighbouring_versions_nothing_moved(name: str, old: str, new: str) -> None:
-    """Same torch, and vLLM's native forwards of norms, RoPE and SiLU compute the same: see graphalign/patch/DRIFT.md."""
+    """Same torch, and vLLM's native forwards of norms, RoPE and SiLU compute the same: see graphalign/drift/DRIFT.md."""
     d = drift(structure(f"{name}.{old}"), structure(f"{name}.{new}" if new else name))
     assert not d.moved
     assert d.old.versions["vllm"] == old.removeprefix("v")

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-import graphalign.cli_drift
-import graphalign.cli_find  # noqa: F401  (registers the command)
-from graphalign.cli import app
-from graphalign.cli_drift import end_find
+import graphalign.cli.drift
+import graphalign.cli.find  # noqa: F401  (registers the command)
+from graphalign.cli.app import app
+from graphalign.cli.drift import end_find
 from graphalign.ir.files import write_json
 from graphalign.patch.make import make_spec
 from graphalign.patch.spec import save

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from graphalign.evaluate.declared import DECLARED, expand
-from graphalign.evaluate.opaque import OpaqueOp, load_opaque_ops
+from graphalign.dataflow.declared import DECLARED, expand
+from graphalign.dataflow.opaque import OpaqueOp, load_opaque_ops
+from graphalign.drift.compare import drift
 from graphalign.ir.inference import Graph, InferenceGraph, Node
-from graphalign.patch.drift import drift
 from graphalign.rules import rules_dir
 from graphalign.sites.find import diff
 from tests.drift.data import capture, report, sites

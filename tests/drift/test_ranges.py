@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from graphalign.align.pair import prepare
-from graphalign.evaluate.ranges import decode_range, exact_size, split_ranges, tokens_to_record
+from graphalign.dataflow.ranges import decode_range, exact_size, split_ranges, tokens_to_record
+from graphalign.drift.compare import drift
+from graphalign.drift.snapshot import of_inference
 from graphalign.ir.inference import Graph, InferenceGraph, Input
-from graphalign.patch.drift import drift
-from graphalign.patch.snapshot import of_inference
 from graphalign.rules import rules_dir
 from graphalign.sites.find import diff, diff_pair
 from tests.breadth.captured import captures
@@ -51,7 +51,7 @@ def test_ranges_that_differ_in_kernels_only_round_alike() -> None:
     assert notes[1:] == ("the range of 8192 tokens rounds in the same places",)
 
 
-# -- recorded: Cohere on a simulated H100, compiled for 8 tokens exactly and for any number (graphalign/patch/DRIFT.md) ----------------
+# -- recorded: Cohere on a simulated H100, compiled for 8 tokens exactly and for any number (graphalign/drift/DRIFT.md) ----------------
 
 
 def test_a_recorded_capture_has_both_ranges_and_the_one_of_fewest_tokens_decides() -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from graphalign.drift.compare import drift
+from graphalign.drift.snapshot import of_report, of_spec
 from graphalign.errors import BadInputError
-from graphalign.patch.drift import drift
 from graphalign.patch.make import make_spec
-from graphalign.patch.snapshot import of_report, of_spec
 from graphalign.patch.spec import Edit, PatchSpec, Skipped, dump, parse
 from tests.drift.data import report
 

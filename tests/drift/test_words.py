@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from graphalign.patch import words
-from graphalign.patch.drift import drift
+from graphalign.drift import words
+from graphalign.drift.compare import drift
 from tests.drift.data import sites, structure
 
 

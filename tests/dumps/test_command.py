@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-import graphalign.cli_gap  # noqa: F401  (registers the command)
-from graphalign.cli import app
+import graphalign.cli.gap  # noqa: F401  (registers the command)
+from graphalign.cli.app import app
 from tests.dumps import samples
 
 RUN = samples.run(30, 40)

@@ -15,7 +15,7 @@ from graphalign.dumps.findings import precision
 from graphalign.dumps.measure import report
 from graphalign.dumps.rows import Fault
 from graphalign.errors import GapInputError
-from graphalign.verify.gap.statistics import summarise
+from graphalign.gap.statistics import summarise
 from tests.dumps import samples
 from tests.gap.data import log_softmax
 

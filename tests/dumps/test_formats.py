@@ -15,7 +15,7 @@ from graphalign.dumps.collect import Collection, collect, tokens_of
 from graphalign.dumps.measure import report
 from graphalign.dumps.rows import Fault
 from graphalign.errors import BadInputError, GapInputError
-from graphalign.verify.gap.statistics import summarise
+from graphalign.gap.statistics import summarise
 from tests.dumps import samples
 
 RUN = samples.run()

@@ -12,18 +12,18 @@ import torch
 from typer.testing import CliRunner
 
 import graphalign
-import graphalign.cli_gap
-from graphalign.cli import app
+import graphalign.cli.gap
+from graphalign.cli.app import app
 from graphalign.dumps.adapters import load_formats
 from graphalign.dumps.collect import Collection, collect
 from graphalign.dumps.measure import report
 from graphalign.dumps.report import DumpReport
 from graphalign.dumps.scoring import score_rows
 from graphalign.errors import GapInputError
+from graphalign.gap.store import Store
+from graphalign.gap.variants import EVERYTHING, STOCK
 from graphalign.logprobs import fp32_log_softmax
 from graphalign.patch.spec import PatchSpec, save
-from graphalign.verify.gap.store import Store
-from graphalign.verify.gap.variants import EVERYTHING, STOCK
 from tests.dumps import samples
 from tests.rewrite.tiny import VOCAB, build, spec_for
 

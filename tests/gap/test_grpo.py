@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from graphalign.verify.gap.statistics import GapStatistics, PairedDifference
+from graphalign.gap.statistics import GapStatistics, PairedDifference
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "notebooks" / "grpo_with_gap_monitor.py"
 STEPS = 3

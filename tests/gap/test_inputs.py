@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphalign.errors import GapInputError
-from graphalign.verify.gap.inputs import check, check_reported, check_tokens, rounded_to_bfloat16
-from graphalign.verify.gap.temperature import check_temperature, detect_temperature, sampled_temperature
+from graphalign.gap.inputs import check, check_reported, check_tokens, rounded_to_bfloat16
+from graphalign.gap.temperature import check_temperature, detect_temperature, sampled_temperature
 from tests.gap.data import Array, Policy, log_softmax, policy, rounded, take
 
 

@@ -12,12 +12,12 @@ import torch
 
 import graphalign
 from graphalign.errors import BadInputError, GapInputError
+from graphalign.gap.attribution import attribute, wanted_subsets
+from graphalign.gap.measure import Tokens, measure_all, results, score_variant
+from graphalign.gap.score import score
+from graphalign.gap.store import LogProbs, Store
+from graphalign.gap.variants import EVERYTHING, FP32, STOCK, Variant, main_variants, paper_groups, subset_name, subset_variant
 from graphalign.logprobs import find_function, fp32_log_softmax, selective_log_softmax
-from graphalign.verify.gap.attribution import attribute, wanted_subsets
-from graphalign.verify.gap.measure import Tokens, measure_all, results, score_variant
-from graphalign.verify.gap.score import score
-from graphalign.verify.gap.store import LogProbs, Store
-from graphalign.verify.gap.variants import EVERYTHING, FP32, STOCK, Variant, main_variants, paper_groups, subset_name, subset_variant
 from tests.rewrite.tiny import VOCAB, build, spec_for
 
 pytestmark = pytest.mark.slow

@@ -17,9 +17,9 @@ import torch.multiprocessing as mp
 
 import graphalign
 from graphalign.errors import GapInputError
+from graphalign.gap.drift import Drift
+from graphalign.gap.statistics import summarise
 from graphalign.monitor import GapDriftWarning, GapMonitor, sequences
-from graphalign.verify.gap.drift import Drift
-from graphalign.verify.gap.statistics import summarise
 
 
 def batch(scale: float = 0.02, rows: int = 8, tokens: int = 30, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

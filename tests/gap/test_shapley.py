@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphalign.verify.gap.shapley import shapley, widening
-from graphalign.verify.gap.statistics import Estimate
+from graphalign.gap.shapley import shapley, widening
+from graphalign.gap.statistics import Estimate
 
 Game = dict[frozenset[str], float]
 NAMES = "abcdefghij"

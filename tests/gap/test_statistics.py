@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphalign.errors import GapInputError
-from graphalign.verify.gap.statistics import (
+from graphalign.gap.statistics import (
     Array,
     Estimate,
     compare,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
-from graphalign.verify.gap.report import Attribution, Share
-from graphalign.verify.gap.statistics import Estimate
-from graphalign.verify.gap.table import Unit, render_shares
+from graphalign.gap.report import Attribution, Share
+from graphalign.gap.statistics import Estimate
+from graphalign.render.gap_table import Unit, render_shares
 
 GROUPS = ("residual_layernorm", "residual_rmsnorm", "norm_weight", "rope")
 

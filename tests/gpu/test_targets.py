@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-import graphalign.cli_targets  # noqa: F401  (registers the command)
+import graphalign.cli.targets  # noqa: F401  (registers the command)
 from graphalign.capture.engine_script import Refused
 from graphalign.capture.inference import capture_inference
-from graphalign.cli import app
+from graphalign.cli.app import app
 from graphalign.engines.gpu import script
 from graphalign.engines.gpu.targets import find_target, load_targets
 from graphalign.errors import BadInputError

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from graphalign.cli import app
+from graphalign.cli.app import app
 from graphalign.errors import CaptureFileError, GraphalignError
 from graphalign.ir.files import MAX_DEPTH, load_raw, read_json
 from graphalign.ir.inference import InferenceGraph

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-import graphalign.cli_render
-from graphalign.cli import app
+import graphalign.cli.render
+from graphalign.cli.app import app
 from graphalign.ir.files import write_json
 from graphalign.render import dot, wheel
 from graphalign.render.page import render_page
@@ -42,7 +42,7 @@ def no_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_broken_dot_is_named_and_the_page_is_written(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_wheel: None) -> None:
     script, words = BROKEN[kind]
     install(tmp_path, script, monkeypatch)
-    said = graphalign.cli_render.write_report(report("qwen3"), tmp_path / "report.html")
+    said = graphalign.cli.render.write_report(report("qwen3"), tmp_path / "report.html")
     assert words in said
     assert "has no diagrams" in said
     page = (tmp_path / "report.html").read_text()

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-import graphalign.cli_render  # noqa: F401  (registers the command)
-from graphalign.cli import app
+import graphalign.cli.render  # noqa: F401  (registers the command)
+from graphalign.cli.app import app
 from graphalign.ir.files import write_json
 from graphalign.render import wheel
 from tests.fixtures.recorded import report

@@ -14,8 +14,8 @@ import pytest
 from matplotlib.ft2font import FT2Font
 from typer.testing import CliRunner
 
-import graphalign.cli_render
-from graphalign.cli import app
+import graphalign.cli.render
+from graphalign.cli.app import app
 from graphalign.ir.files import write_json
 from graphalign.render import dot, wheel
 from graphalign.render.diagram import FONT, sketch
@@ -119,7 +119,7 @@ def test_the_measure_can_fail(bare: None, monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_broken_dot_is_passed_over(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, BROKEN[kind][0], monkeypatch)
     assert len(dot.programs()) == 2
-    assert graphalign.cli_render.write_report(report("qwen3"), tmp_path / "report.html") == ""
+    assert graphalign.cli.render.write_report(report("qwen3"), tmp_path / "report.html") == ""
     assert (tmp_path / "report.html").read_text().count("<svg tabindex") > 5
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphalign.verify.gradients import compare_gradients
+from graphalign.proof.gradients import compare_gradients
 from tests.rewrite.tiny import build, patch, tokens
 
 

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import graphalign.cli_patch as cli_patch
-from graphalign.cli_patch import _share_weights
+import graphalign.cli.patch as cli_patch
+from graphalign.cli.patch import _share_weights
 from graphalign.engines.model_folder import has_weights
 from graphalign.engines.trainer import build_trainer
 from tests.rewrite.tiny import config, recorded

@@ -10,8 +10,8 @@ import torch
 
 from graphalign.capture import engine_script
 from graphalign.errors import CaptureFileError
-from graphalign.verify.replay import ulp_distance
-from graphalign.verify.values import read_values
+from graphalign.proof.replay import ulp_distance
+from graphalign.proof.values import read_values
 from tests.fixtures.recorded import captures
 
 

@@ -10,10 +10,10 @@ from rich.console import Console
 
 from graphalign.patch.make import make_spec
 from graphalign.patch.spec import Edit, Group, PatchSpec
+from graphalign.proof.replay import Score
+from graphalign.proof.verdict import NEGATED, OTHERS, PATCHED, STOCK, WHOLE, Proof, operands_by_group, without
+from graphalign.render.proof_table import render_proof, words
 from graphalign.sites.report import Entry, Report
-from graphalign.verify.replay import Score
-from graphalign.verify.table import render_proof, words
-from graphalign.verify.verdict import NEGATED, OTHERS, PATCHED, STOCK, WHOLE, Proof, operands_by_group, without
 from tests.fixtures import recorded
 
 STOCK_REPORT = recorded.report("qwen3")
@@ -164,7 +164,7 @@ def test_a_spec_without_edits_proves_nothing() -> None:
 
 
 def test_a_spec_without_some_of_its_edges() -> None:
-    from graphalign.patch.snapshot import of_spec
+    from graphalign.drift.snapshot import of_spec
 
     mine = of_spec(make_spec(STOCK_REPORT, layers="0-2")).edges.keys()
     rest = of_spec(without(SPEC, mine)).edges.keys()
