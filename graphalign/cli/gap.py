@@ -64,10 +64,10 @@ def gap(
     from graphalign.dumps.collect import collect
     from graphalign.dumps.files import expand
     from graphalign.dumps.measure import report as measure
-    from graphalign.dumps.table import render_dump
     from graphalign.gap.variants import EVERYTHING, STOCK
     from graphalign.ir.files import write_bytes, write_json
     from graphalign.render.dump_page import render_dump_page
+    from graphalign.render.dumps_table import render_dump
 
     paths = expand([*(dump or ()), *(files or ())]) if dump else []
     if not paths:

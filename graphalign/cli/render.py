@@ -13,7 +13,7 @@ from graphalign.cli.app import Source, app
 from graphalign.errors import BadInputError, GraphalignError
 
 if TYPE_CHECKING:
-    from graphalign.render.drawing import Panel
+    from graphalign.sites.drawing import Panel
     from graphalign.sites.report import Report
 
 FORMS = (".svg", ".dot", ".html", ".txt")

@@ -78,7 +78,8 @@ def compare_command(
     from rich.text import Text
 
     from graphalign.ir.files import read_json
-    from graphalign.render.sites_table import describe, ranges
+    from graphalign.ir.paths import ranges
+    from graphalign.render.sites_table import describe
     from graphalign.sites.between import compare_targets
     from graphalign.sites.report import Report
 

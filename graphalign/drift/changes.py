@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from graphalign.dataflow.census import Census
 from graphalign.drift.snapshot import EdgeKey, Layers, Snapshot
 from graphalign.evaluate.parts import step_words
+from graphalign.ir.paths import ranges
 from graphalign.patch.spec import Key
-from graphalign.render.sites_table import ranges
 from graphalign.sites.report import Entry
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import Any, Literal
 from graphalign.drift import changes, snapshot
 from graphalign.drift.snapshot import WORDS, Change, Layers, Snapshot
 from graphalign.errors import BadInputError
+from graphalign.ir.paths import ranges
 from graphalign.patch.spec import Frozen
-from graphalign.render.sites_table import ranges
 
 Verdict = Literal["right", "safe", "wrong", "unknown", "none"]
 MEANING: dict[Verdict, str] = {

@@ -49,3 +49,14 @@ def role_of(name: str) -> str:
 def in_turn(name: str, turns: int) -> str:
     """A name, or several paths in one text, with layer numbers modulo `turns`: layers that far apart share names."""
     return _INSIDE.sub(lambda m: f"{m.group(1)}{int(m.group(2)) % turns}", name)
+
+
+def ranges(numbers: tuple[int, ...]) -> str:
+    """Layer numbers, ascending, in words: `0-5, 7`."""
+    out: list[list[int]] = []
+    for n in numbers:
+        if out and n == out[-1][1] + 1:
+            out[-1][1] = n
+        else:
+            out.append([n, n])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in out)

@@ -7,9 +7,8 @@ from collections.abc import Iterable, Mapping
 from graphalign.errors import BadInputError
 from graphalign.evaluate.aten import MATMULS
 from graphalign.evaluate.parts import key_name
-from graphalign.ir.paths import unit_of
+from graphalign.ir.paths import ranges, unit_of
 from graphalign.patch.spec import Edit, Group, Key, PatchSpec, Skipped, parse_layers
-from graphalign.render.sites_table import ranges
 from graphalign.sites.report import End, Report, Site
 
 TAIL = "logprobs[0]"

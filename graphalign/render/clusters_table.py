@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from graphalign.clusters.report import PAPER, Clusters, Location
-from graphalign.render.sites_table import ranges
+from graphalign.ir.paths import ranges
 from graphalign.render.words import shorten
 
 WIDTH = 40

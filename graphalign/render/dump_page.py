@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphalign.dumps.report import DumpReport, Part
-from graphalign.dumps.table import FORMULA, cells, finding_text, part_rows, sampling_text, summary_rows, units
 from graphalign.gap.statistics import GapStatistics
 from graphalign.render import gap_plots as plots
+from graphalign.render.dumps_table import FORMULA, cells, finding_text, part_rows, sampling_text, summary_rows, units
 from graphalign.render.frame import contents, document, navigation
 from graphalign.render.gap_table import percent
 from graphalign.render.markup import Html, table, tag, text

@@ -8,16 +8,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from graphalign.align.shared import SHARED
+from graphalign.ir.paths import ranges
 from graphalign.render.dot import can_draw
-from graphalign.render.drawing import Panel
 from graphalign.render.frame import contents, document, navigation
 from graphalign.render.markup import Content, Html, table, tag, text
 from graphalign.render.page_diagrams import choose, diagrams_section, figure_id, figures, omitted, site_evidence
 from graphalign.render.page_sites import details_section, sites_section
 from graphalign.render.patch_source import SourceDiff, as_html
-from graphalign.render.sites_table import ranges
 from graphalign.render.textdiff import BUCKETS, TITLES, render_text
 from graphalign.render.words import action, backend, clean, headline, place
+from graphalign.sites.drawing import Panel
 from graphalign.sites.report import Entry, Report
 
 SCRIPT = Path(__file__).with_name("page.js")

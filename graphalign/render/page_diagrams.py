@@ -7,12 +7,12 @@ from collections.abc import Iterable
 
 from graphalign.render.diagram import Sketch, sketch
 from graphalign.render.dot import DrawingError, NoGraphvizError, draw_svg, to_text
-from graphalign.render.drawing import Panel
 from graphalign.render.labels import caption, subtitle
 from graphalign.render.markup import Content, Html, tag, text
 from graphalign.render.patch_source import SourceDiff, as_html
 from graphalign.render.sheets import Sheet, sheets
 from graphalign.render.words import action, clean, layer_words, place
+from graphalign.sites.drawing import Panel
 from graphalign.sites.report import Report
 
 MISSING = "This sites file holds no diagram data; make it anew: graphalign diff INF TRAIN -o sites.json"

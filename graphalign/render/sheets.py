@@ -17,7 +17,7 @@ from networkx import DiGraph
 from networkx.algorithms.isomorphism import DiGraphMatcher, categorical_edge_match, categorical_node_match
 
 from graphalign.render.copies import fold_copies
-from graphalign.render.drawing import Arrow, Panel, Vertex
+from graphalign.sites.drawing import Arrow, Panel, Vertex
 
 STEPS = ("op", "steps")
 BARS = ("gemm", "attention", "anchor")

@@ -10,21 +10,11 @@ from rich.table import Table
 from rich.text import Text
 
 from graphalign.evaluate.parts import step_words
+from graphalign.ir.paths import ranges
 from graphalign.sites.report import End, Entry, Report, Site
 
 LONGEST = 36
 """Longest source expression shown in the table, in characters."""
-
-
-def ranges(numbers: tuple[int, ...]) -> str:
-    """`0-5, 7`."""
-    out: list[list[int]] = []
-    for n in numbers:
-        if out and n == out[-1][1] + 1:
-            out[-1][1] = n
-        else:
-            out.append([n, n])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in out)
 
 
 MOST = 0.9

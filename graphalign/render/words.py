@@ -6,7 +6,7 @@ import textwrap
 import unicodedata
 
 from graphalign.evaluate.parts import SEPARATOR, step_words
-from graphalign.render.sites_table import ranges
+from graphalign.ir.paths import ranges
 from graphalign.sites.report import End, Report, Site
 
 SHORT = {"bfloat16": "BF16", "float16": "FP16", "float32": "FP32", "float8_e4m3fn": "FP8 e4m3", "float8_e5m2": "FP8 e5m2"}

@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from graphalign.errors import BadInputError
-from graphalign.render.sites_table import ranges
+from graphalign.ir.paths import ranges
 from graphalign.rules import read_yaml
 from graphalign.sites.report import Report
 

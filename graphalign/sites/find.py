@@ -23,9 +23,9 @@ from graphalign.ir.collector import paused
 from graphalign.ir.dataflow import Op
 from graphalign.ir.inference import TAIL, InferenceGraph
 from graphalign.ir.training import TrainingGraph
-from graphalign.render.data import draw
 from graphalign.rules import rules_dir
 from graphalign.sites.assumed import assumed_anchors, compared_anchors, old_masks, uncompared, unexercised, unrotated
+from graphalign.sites.diagram_data import draw
 from graphalign.sites.divergence import Divergence, Parting, explained, find_misplaced, find_partings, find_random, label
 from graphalign.sites.ends import Ends, layer_of, pattern_of
 from graphalign.sites.groups import Namer, load_group_rules

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from graphalign.render.drawing import Drawing
+from graphalign.sites.drawing import Drawing
 
 FORMAT_VERSION = 1
 

@@ -16,7 +16,7 @@ from graphalign.align.edges import Finding
 from graphalign.evaluate.aten import base
 from graphalign.evaluate.parts import step_words
 from graphalign.ir.dataflow import Op
-from graphalign.render.drawing import Arrow, Panel, Vertex
+from graphalign.sites.drawing import Arrow, Panel, Vertex
 from graphalign.sites.ends import Ends, layer_of
 from graphalign.sites.judged import Judged, label, title
 
