@@ -49,7 +49,7 @@ def check_map(report: Report, stages: console.Stages, inference: InferenceGraph,
         KernelMismatchError: they do not round where the map says.
     """
     from graphalign.capture.inference import interpreter
-    from graphalign.engines.gpu.kernel_check import TOLERANCE, check_kernels
+    from graphalign.engines.kernel_check import TOLERANCE, check_kernels
 
     stages.start("kernels")("interpret")
     found = check_kernels(inference, kernels, rules, python=interpreter(python))

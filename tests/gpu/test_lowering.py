@@ -12,7 +12,7 @@ import pytest
 
 from graphalign.capture.inference import capture_inference
 from graphalign.engines.examples import resolve_model
-from graphalign.engines.gpu.kernel_check import check_kernels
+from graphalign.engines.kernel_check import check_kernels
 from graphalign.errors import KernelMismatchError
 from graphalign.ir.files import read_json
 from graphalign.ir.inference import InferenceGraph, Node
