@@ -20,6 +20,8 @@ from graphalign.ir.compiled import _TRACE, module_ids, qualified_name
 from graphalign.ir.dataflow import LOW_PRECISION
 from graphalign.ir.frames import is_modeling_file
 from graphalign.rewrite.attention import OP, is_attention, set_path
+from graphalign.rewrite.caching import OP as CACHE
+from graphalign.rewrite.caching import is_cache
 
 DEAD = frozenset({"detach", "alias", "lift_fresh"})
 """Ops that autograd may add or leave out; the recorder drops them, so they are not counted."""
@@ -91,7 +93,7 @@ def analyse(gm: fx.GraphModule, unit: nn.Module) -> dict[fx.Node, Info]:
             keys = []
             if is_attention(node):
                 set_path(node, module)
-            for op in [OP] if is_attention(node) else _run(gm, node, mode):
+            for op in [OP] if is_attention(node) else [CACHE] if is_cache(node) else _run(gm, node, mode):
                 key = (module, function, op)
                 if op not in DEAD:
                     keys.append(OpKey(*key, counts[key]))

@@ -98,11 +98,21 @@ def hold(x: Any) -> Any:
     return x if kind is None else _hold(x, kind)
 
 
+def keep(x: Any) -> torch.Tensor:
+    """The token (int64, no dimensions) by which a graph's node finds an object that the graph cannot take. Within `opaque_attention`."""
+    number = next(_NUMBERS)
+    _RUN.calls[-1].held[number] = x
+    return torch.tensor(number)
+
+
+def kept(token: torch.Tensor) -> Any:
+    """The object of a token, in the call that kept it."""
+    return _RUN.calls[-1].held[int(token)]
+
+
 def _hold(x: Any, kind: Any) -> Any:
     if isinstance(x, kind):
-        number = next(_NUMBERS)
-        _RUN.calls[-1].held[number] = x
-        return Held(torch.tensor(number))
+        return Held(keep(x))
     if type(x) is dict:
         return {k: _hold(y, kind) for k, y in x.items()}
     if type(x) in (tuple, list):
@@ -162,9 +172,7 @@ def _make(fn: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(query, FakeTensor):
             return query.new_empty(shape, dtype=dtype)
         call = _RUN.calls[-1]
-        result = fn(
-            call.unit.get_submodule(path) if path else call.unit, query, key, value, call.held[int(mask)] if held else mask, *args, **kwargs
-        )
+        result = fn(call.unit.get_submodule(path) if path else call.unit, query, key, value, kept(mask) if held else mask, *args, **kwargs)
         found = result[0] if isinstance(result, tuple | list) else result
         if not isinstance(found, torch.Tensor) or tuple(found.shape) != shape or found.dtype != dtype:
             got = f"{tuple(found.shape)} in {found.dtype}" if isinstance(found, torch.Tensor) else type(found).__name__

@@ -18,6 +18,7 @@ from graphalign.errors import PatchError, PatchNotLiveError
 from graphalign.rewrite.alive import Regime, graph_breaks, not_executed, refuse_changed, refuse_dead, refuse_lost, refuse_rounded_input
 from graphalign.rewrite.attention import Held, hold, interfaces_of, opaque_attention
 from graphalign.rewrite.beside import Path, put, split, substitute
+from graphalign.rewrite.caching import HeldCache, hold_cache, index_of
 from graphalign.rewrite.capturing import without_idle_hooks
 from graphalign.rewrite.checkpointing import one_checkpoint
 from graphalign.rewrite.edit import ENTRY, rewrite
@@ -29,7 +30,7 @@ RECOMPILE_LIMIT = 256
 """Graphs per patched class: one for each combination of grad mode, train or eval, mask, batch one or more, …"""
 ORIGINAL = "_graphalign_original"
 """Attribute of a patched class: the class it was made from."""
-_PLAIN = (torch.Tensor, str, int, float, type(None), torch.dtype, torch.device, Held)
+_PLAIN = (torch.Tensor, str, int, float, type(None), torch.dtype, torch.device, Held, HeldCache)
 
 
 class _Running(threading.local):
@@ -143,6 +144,7 @@ def patched_class(
     shared = compiled_forward()
     attentions = sorted({str(value) for _, setting, value in regime if setting == "_attn_implementation" and value is not None})
     interfaces: weakref.WeakKeyDictionary[nn.Module, tuple[Any, ...]] = weakref.WeakKeyDictionary()
+    indices: weakref.WeakKeyDictionary[nn.Module, int | None] = weakref.WeakKeyDictionary()
     single: weakref.WeakKeyDictionary[nn.Module, Callable[..., Any]] = weakref.WeakKeyDictionary()
 
     def pick(self: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
@@ -179,6 +181,12 @@ def patched_class(
                 interfaces[self] = interfaces_of(self)
             with without_idle_hooks(self), one_checkpoint(self), opaque_attention(self, interfaces[self], attentions):
                 args, kwargs = hold(args), hold(kwargs)
+                if x is not None and x.dim() > 1 and not (all(map(_plain, args)) and all(map(_plain, kwargs.values()))):
+                    if self not in indices:
+                        indices[self] = index_of(self)
+                    if (index := indices[self]) is not None:
+                        args = tuple(hold_cache(a, index, x.shape[1]) for a in args)
+                        kwargs = {k: hold_cache(a, index, x.shape[1]) for k, a in kwargs.items()}
                 run = pick(self, args, kwargs)
                 result = run(self, places, *args, **kwargs)
             executed = sorted(_RUN.edits)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 import graphalign
 import graphalign.rewrite.live as live
-from tests.rewrite.tiny import build, patch, spec_for, tokens
+from graphalign.rewrite.caching import index_of
+from tests.rewrite.tiny import build, by_hand, patch, spec_for, tokens
 
 LENGTHS = [7, *range(11, 30)]
 
@@ -81,3 +84,44 @@ def test_new_lengths_with_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
         for length in LENGTHS:
             model(tokens(2, length), use_cache=True)
     assert count.n == 0
+
+
+def test_equal_layers_share_their_graphs_with_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache is a list of layers, but one graph serves all that are equal: prefill and decode compile no more in a deep model."""
+    counted, count = [], Count(monkeypatch)
+    for layers in (3, 9):
+        torch._dynamo.reset()
+        model: Any = build(layers)
+        hand = by_hand(copy.deepcopy(model))
+        patch(model)
+        caches = [DynamicCache(config=model.config) for _ in range(2)]
+        before = count.n
+        with torch.no_grad():
+            for step in (tokens(2, 9), tokens(2, 1, seed=2), tokens(2, 1, seed=3)):
+                a, b = (m(step, past_key_values=c, use_cache=True).logits for m, c in zip((model, hand), caches, strict=True))
+                assert torch.equal(a, b)
+        counted.append(count.n - before)
+        assert [c.get_seq_length(layers - 1) for c in caches] == [11, 11]
+    assert counted[0] == counted[1] > 0, counted
+
+
+def test_a_cache_that_is_asked_more_is_traced_as_it_is() -> None:
+    model: Any = build(2)
+    stock = type(model.model.layers[0].self_attn)
+
+    class Asking(stock):  # type: ignore[valid-type,misc]
+        def forward(self, hidden_states: Any, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+            assert past_key_values is None or past_key_values.get_seq_length(self.layer_idx) >= 0
+            return super().forward(hidden_states, *args, past_key_values=past_key_values, **kwargs)
+
+    assert index_of(model.model.layers[1]) == 1
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = Asking
+    assert index_of(model.model.layers[1]) is None
+    hand = by_hand(build(2))
+    patch(model)
+    caches = [DynamicCache(config=model.config) for _ in range(2)]
+    with torch.no_grad():
+        for step in (tokens(2, 9), tokens(2, 1, seed=2)):
+            a, b = (m(step, past_key_values=c, use_cache=True).logits for m, c in zip((model, hand), caches, strict=True))
+            assert torch.equal(a, b)
