@@ -31,6 +31,19 @@ def selective_log_softmax(logits: torch.Tensor, tokens: torch.Tensor) -> torch.T
 
 BUILT_IN: dict[str, LogProbabilities] = {"fp32": fp32_log_softmax, "trl": selective_log_softmax}
 DEFAULT = "fp32"
+
+
+def as_trained(function: LogProbabilities, autocast: str | None) -> LogProbabilities:
+    """A log-probability function as the trainer calls it: where TRL trains under autocast, its function gets FP32 logits, because
+    accelerate puts `convert_outputs_to_fp32` around the model's forward (1.15, `Accelerator.prepare_model`)."""
+    return selective_log_softmax_of_outputs if function is selective_log_softmax and autocast is not None else function
+
+
+def selective_log_softmax_of_outputs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """`selective_log_softmax` of logits that are converted to FP32 first."""
+    return selective_log_softmax(logits.float(), tokens)
+
+
 FORM = "it takes logits [tokens, vocabulary] and token ids [tokens], and returns log-probabilities [tokens]"
 
 

@@ -30,7 +30,7 @@ from graphalign.ir.asked import questions
 from graphalign.ir.config import config_digest
 from graphalign.ir.frames import file_digest, is_modeling_file, relative_file
 from graphalign.ir.training import Header, Mask, Node, TrainingGraph
-from graphalign.logprobs import DEFAULT, LogProbabilities, find_function, name_of, refuse_nan, take
+from graphalign.logprobs import DEFAULT, LogProbabilities, as_trained, find_function, name_of, refuse_nan, take
 
 DEFAULT_POSITIONS = 2048
 """Range of positions for a model whose config names none."""
@@ -155,7 +155,7 @@ def record_forward(
             with recorder.paused():
                 require_numbers(output, module, lambda: module(*args, **kwargs))
             if function is not None:
-                output = _tail(recorder, function, output, inputs["input_ids"])
+                output = _tail(recorder, as_trained(function, autocast), output, inputs["input_ids"])
     except GraphalignError:
         raise
     except Exception as e:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from graphalign.errors import GapInputError
-from graphalign.logprobs import LogProbabilities, fp32_log_softmax
+from graphalign.logprobs import LogProbabilities, as_trained, fp32_log_softmax
 
 
 @torch.no_grad()
@@ -62,7 +62,7 @@ def score(
                 f"token {max(response)} of sequence {i} is outside the trainer's vocabulary of {size}",
                 hint="the engine and the trainer must have the same model and tokenizer",
             )
-        found = logprobs(logits[0, len(prompt) - 1 : -1], ids[0, len(prompt) :])
+        found = as_trained(logprobs, autocast)(logits[0, len(prompt) - 1 : -1], ids[0, len(prompt) :])
         if found.shape != (len(response),):
             raise GapInputError(
                 f"the log-probability function gives shape {tuple(found.shape)} for {len(response)} tokens",

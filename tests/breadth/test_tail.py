@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -55,6 +56,15 @@ def test_trls_function_rounds_to_bf16() -> None:
     assert site.producer.op == "aten._log_softmax.default"
     assert site.producer.text == "logits.log_softmax(-1)"
     assert site.effect == 1.0
+    assert found.stats["check"]["equal_with_sites"] == 1.0
+
+
+def test_trls_function_gets_fp32_logits_where_it_trains_under_autocast(tmp_path: Path) -> None:
+    """accelerate converts what the model returns to FP32 there: the rounding that is seen with BF16 weights is none."""
+    trainer = build_trainer(resolve_model("example:qwen3", tmp_path), dtype="float32")
+    found = diff(captures("qwen3_tail")[0], record_forward(trainer, autocast="bfloat16", logprobs="trl"))
+    assert set(counts(found)) == {"master_weight", "norm_weight", "rope", "swiglu"}
+    assert clean(found)
     assert found.stats["check"]["equal_with_sites"] == 1.0
 
 

@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from graphalign.logprobs import find_function, fp32_log_softmax, name_of, selective_log_softmax
+from graphalign.logprobs import as_trained, find_function, fp32_log_softmax, name_of, selective_log_softmax
 
 
 class Mine:
@@ -24,3 +24,12 @@ def test_names_are_the_same_in_every_process() -> None:
 
 def test_a_name_finds_its_function() -> None:
     assert find_function("graphalign.logprobs:selective_log_softmax") is selective_log_softmax
+
+
+def test_trls_function_under_autocast_gets_fp32_logits() -> None:
+    logits, tokens = torch.randn(3, 16, generator=torch.Generator().manual_seed(0)).bfloat16(), torch.arange(3)
+    assert as_trained(selective_log_softmax, None) is selective_log_softmax
+    assert as_trained(fp32_log_softmax, "bfloat16") is fp32_log_softmax
+    found = as_trained(selective_log_softmax, "bfloat16")(logits, tokens)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, selective_log_softmax(logits.float(), tokens))
