@@ -10,6 +10,7 @@ import torch
 
 from graphalign.align.exercise import Dormant, Key, find_dormant, scalings
 from graphalign.align.join import Join, chance_rate
+from graphalign.align.near import Near, near_misses
 from graphalign.align.pair import Pair, check_same_model, prepare
 from graphalign.align.regions import Regions
 from graphalign.align.strangers import other_weights
@@ -65,6 +66,8 @@ class Alignment:
     """GEMMs of the trainer whose partner multiplies by another parameter, with both names in words."""
     dormant: dict[Key, Dormant] = field(default_factory=dict)
     """Ops of either side (clamps, `where`, `max`) that took one side only in every evaluation."""
+    near: dict[int, tuple[Near, ...]] = field(default_factory=dict)
+    """Training ops without a partner to what comes nearest; see `near`."""
     chance: float = 0.0
     """Measured share of unrelated values that match something in a region."""
     compared: int = 0
@@ -153,6 +156,7 @@ def _align(pair: Pair, progress: Progress | None, layers: Layers, seed: int, sca
         if op.kind == "table" and op.id not in out.partners and (number := native.get(op.key[0])) is not None and number.numel() == 1:
             if torch.equal(number.bfloat16().double(), number.double()):
                 out.inlined.add(op.id)
+    out.near = near_misses(flow_t, out.partners, (run_t.values, run_i.values), (regions.region, out.region_of), join)
     ids = {run_t.values[op.id].id for op in flow_t.ops if op.kind == "op" and op.id in run_t.values}
     out.chance = chance_rate([join.keys[i] for i in ids if i in join.keys])
     out.compared, out.arrays = join.compared, len(join.keys)

@@ -58,6 +58,7 @@ def statuses(
                 edges=tuple(text(al.training, f) for f in by_consumer.get(op.id, ())[:EDGES]),
                 assumed=assumed.get(op.id, ""),
                 unexercised=unexercised.get(("training", op.id), ""),
+                near=_near(al, op) if ("training", op.id) in comparison.leftover else (),
             )
         )
     for op in al.inference.ops:
@@ -91,6 +92,11 @@ def _status(al: Alignment, comparison: Comparison, side: str, op: Op) -> Any:
     if (side, op.id) in comparison.interior:
         return "interior"
     return "paired"
+
+
+def _near(al: Alignment, op: Op) -> tuple[str, ...]:
+    found = ((al.inference.ops[n.op], n) for n in al.near.get(op.id, ()))
+    return tuple(f"{other.name} = {other.target} ({other.module}): {n.why}" for other, n in found)
 
 
 def _reason(al: Alignment, comparison: Comparison, side: str, op: Op) -> str:

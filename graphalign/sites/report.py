@@ -112,6 +112,8 @@ class NodeStatus(Frozen):
     """For a clamp, `where` or `max` that took one side only on all inputs that were tried: which."""
     assumed: str = ""
     """Why it is taken to be its partner's equal without having been compared; empty if it was, or is no composite anchor."""
+    near: tuple[str, ...] = ()
+    """Of a leftover of the trainer: what on the other side comes nearest, and what speaks against it."""
 
 
 class Report(Frozen):

@@ -39,6 +39,7 @@ def _node(n: NodeStatus) -> str:
         lines.append(f"  same value on the other side: {', '.join(n.partners)}")
     if n.unexercised:
         lines.append(f"  not exercised: {n.unexercised}")
+    lines += [f"  nearest on the other side: {x}" for x in n.near]
     lines += [f"  {e}" for e in n.edges]
     return "\n".join(lines)
 
