@@ -12,7 +12,7 @@ import pytest
 from tests.rewrite.matrix import ATTENTION, CHECKPOINTING, MASTERS, REGIMES, Cells, cells
 
 ROOT = Path(__file__).parents[2]
-SCENES = {"policies": 6, "cells": 4, "adapters": 2, "frameworks": 3, "tables": 3, "bf16": 2}
+SCENES = {"nemo_rl": 2, "cells": 4, "adapters": 2, "frameworks": 3, "tables": 3, "bf16": 2}
 """Of `sharded_ranks.py`, with the number of statements that must hold."""
 PAGE = ROOT / "docs" / "trainers.md"
 
