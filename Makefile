@@ -18,7 +18,7 @@ VERSIONS ?= 0.31.0 0.30.0 0.28.0
 PYTEST := $(PY) -m pytest
 JOBS ?= 2
 
-.PHONY: help install versions demo test test-fast test-slow test-vllm bench fixed-point lint types format goldens wheel clean check-machine
+.PHONY: help install versions demo test test-fast test-slow test-vllm bench fixed-point lint types format goldens wheel docs clean check-machine
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -96,6 +96,11 @@ goldens: install  ## write the golden files anew, to be reviewed as a diff
 
 wheel: install  ## the wheel and the source archive, in dist/
 	$(PY) -m build --outdir dist
+
+docs: install  ## the documents as pages that a browser opens, in out/docs
+	$(PIP) install --progress-bar off "mkdocs>=1.6,<2" "mkdocs-material>=9.5,<10"
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build -q
+	@echo "open out/docs/index.html"
 
 clean:  ## remove what was built or measured; .venv stays
 	rm -rf out dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis ./*.egg-info
