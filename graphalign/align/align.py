@@ -156,7 +156,7 @@ def _align(pair: Pair, progress: Progress | None, layers: Layers, seed: int, sca
         if op.kind == "table" and op.id not in out.partners and (number := native.get(op.key[0])) is not None and number.numel() == 1:
             if torch.equal(number.bfloat16().double(), number.double()):
                 out.inlined.add(op.id)
-    out.near = near_misses(flow_t, out.partners, (run_t.values, run_i.values), (regions.region, out.region_of), join)
+    out.near = near_misses(flow_t, flow_i, out.partners, (run_t.values, run_i.values), (regions.region, out.region_of), join)
     ids = {run_t.values[op.id].id for op in flow_t.ops if op.kind == "op" and op.id in run_t.values}
     out.chance = chance_rate([join.keys[i] for i in ids if i in join.keys])
     out.compared, out.arrays = join.compared, len(join.keys)

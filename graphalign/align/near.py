@@ -16,6 +16,7 @@ import torch
 from graphalign.align.join import Join, Keys, found_in, share_inside
 from graphalign.align.tables import as_real
 from graphalign.ir.dataflow import Dataflow
+from graphalign.ir.paths import layer_of
 
 SHOWN = 2
 """Candidates kept per op."""
@@ -23,6 +24,7 @@ LEAST = 0.05
 """Share of an op's elements that a candidate must hold: unrelated values hold next to none."""
 SAMPLE = 64
 """Elements by which a constant factor is looked for before all are compared."""
+OTHERS = "it holds them all, and others"
 EXACT = 1e-11
 """Largest relative spread of a factor that is taken for constant."""
 
@@ -40,13 +42,13 @@ class Near:
 
 
 def near_misses(
-    flow: Dataflow, partners: Mapping[int, Any], values: tuple[Mapping[int, Any], Mapping[int, Any]],
+    flow: Dataflow, engine: Dataflow, partners: Mapping[int, Any], values: tuple[Mapping[int, Any], Mapping[int, Any]],
     place: tuple[Mapping[int, int], Mapping[int, frozenset[int]]], join: Join,
 ) -> dict[int, tuple[Near, ...]]:  # fmt: skip
     """The nearest inference ops of each training op that has no partner.
 
     Args:
-        flow: the trainer's.
+        flow, engine: of the trainer, and of the engine.
         partners: training ops that have some.
         values: of both sides, `Val` by op.
         place: the region of a training op; those that an inference op can belong to.
@@ -73,14 +75,17 @@ def near_misses(
             continue
         if val.id not in found:
             keys, real = join.key(val.id, as_real(val.data)), as_real(val.data)
-            near_by = _candidates((val.id, real, keys), data, ordered, join) if len(keys) else []
-            found[val.id] = sorted(near_by, key=lambda x: -x[1])[:SHOWN]
-        region = place[0].get(op.id)
-        near = []
-        for array, held, why in found[val.id]:
-            here = [i for i in by_array[array] if region in place[1][i]]
-            said = why or ("" if here else "it holds them all, but is not computed from what this part of the trainer reads")
-            near.append(Near((here or by_array[array])[0], held, said or "it holds them all, and others"))
+            found[val.id] = _candidates((val.id, real, keys), data, ordered, join) if len(keys) else []
+        region, layer = place[0].get(op.id), layer_of(op.module)
+        ranked = sorted(
+            (-held, region not in place[1][i], layer_of(engine.ops[i].module) != layer, i, why)
+            for array, held, why in found[val.id]
+            for i in by_array[array]
+        )
+        near = [
+            Near(i, -held, why or ("it holds them all, but is not computed from what this part of the trainer reads" if far else OTHERS))
+            for held, far, _, i, why in ranked[:SHOWN]
+        ]
         if near:
             out[op.id] = tuple(near)
     return out
