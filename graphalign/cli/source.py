@@ -64,24 +64,21 @@ def source(
         from graphalign.dataflow.ranges import tokens_to_record
         from graphalign.logprobs import DEFAULT
         from graphalign.sites.find import diff
-        from graphalign.source.generate import generate
-        from graphalign.source.verify import Reference, verify
+        from graphalign.source.verify import Reference, generate_verified
         from graphalign.source.write import files, moved, write
 
         stages.start("source")("build the model")
         trainer = _build(model, spec, layers, trust_remote_code)
         stages("run it with the patch applied", None)
         reference = Reference(trainer, spec, allow_stale=allow_stale)
-        stages("write the source", None)
-        generated = generate(trainer, spec)
-        stages("verify it", None)
+        stages("write the source and verify it", None)
         size, reach = tokens_to_record(engine) or 8, reach_of(engine, rules)
 
         def again(m: Any) -> Any:
             recorded = record_forward(m, tokens=size, logprobs=spec.regime.get("logprobs", DEFAULT), reach=reach)
             return diff(engine, recorded, rules=rules)
 
-        shown = verify(reference, generated, again)
+        shown = generate_verified(reference, again)
         generated = shown.generated
     contents = files(generated, output, style)
     if check:

@@ -7,7 +7,6 @@ result is the same wherever on the way it is rounded.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,12 +21,12 @@ from graphalign.patch.spec import Key
 from graphalign.rewrite.analyse import Info, OpKey, analyse, carried_operands, is_anchor, is_low, tensor_operands
 from graphalign.rewrite.attention import OP
 from graphalign.rewrite.autocast import refuse_other_numbers
+from graphalign.rewrite.inplace import out_of_place, writes
 from graphalign.rewrite.parts import replace_by_steps
 from graphalign.rewrite.units import UnitEdit
 
 ENTRY = "graphalign_entry"
 """Metadata mark of the cast that narrows a value which another unit left unrounded."""
-_OUT_OF_PLACE = {operator.iadd: operator.add, operator.isub: operator.sub, operator.imul: operator.mul, operator.itruediv: operator.truediv}
 _PROMOTES = frozenset({"add", "sub", "mul", "div", "rsub", "cat", "where", "maximum", "minimum", "addcmul", "lerp"})
 """ATen ops that promote mixed operands: one FP32 operand is enough."""
 
@@ -80,6 +79,7 @@ class _Rewriter:
 
     def run(self) -> Rewritten:
         self._take_apart()
+        self._out_of_place()
         for edit in self.edits:
             self._resolve(edit)
         if not (self.keep or self.round or self.exits):
@@ -105,6 +105,13 @@ class _Rewriter:
             if (node := self.by_key.get(whole)) is not None:
                 replace_by_steps(self.gm, node, whole, self.info)
         self.by_key = {k: n for n, i in self.info.items() for k in i.ops}
+
+    def _out_of_place(self) -> None:
+        """Ops that edits name make tensors of their own: behind one that writes into its operand, the graph names another producer."""
+        named = [self.by_key.get(OpKey(k.module, k.function, k.op, k.ordinal)) for e in self.edits for k in (e.consumer, e.producer) if k]
+        for node in dict.fromkeys(named):
+            if node is not None and writes(node):
+                out_of_place(self.gm, node, self.info[node].text)
 
     def _resolve(self, edit: UnitEdit) -> None:
         key = edit.consumer or edit.producer
@@ -210,16 +217,19 @@ class _Rewriter:
             return  # carried on demand
         kept = [slot for (c, slot) in self.keep if c is node]
         rounded = {slot: e for (c, slot), e in self.round.items() if c is node}
+        operands = tensor_operands(node)
         if is_anchor(info):
-            if kept or rounded:
+            low = [slot for slot in kept if is_low(self.info[operands[slot]].dtype)]
+            if low or rounded:
                 raise PatchError(
                     f"the patch edits what {node.target} reads, a GEMM or a kernel whose operands keep their formats",
                     where=self._at(node), hint="leave this edit out; regenerate the patch with this version",
                 )  # fmt: skip
+            for slot in kept:  # a router's GEMM in FP32: its operand was rounded before it was upcast
+                _replace_operands(node, {slot: self._wide(operands[slot])})
             return  # what it returns is a number of its format: unrounded, it is the same
         if not kept and not rounded and not (node in self.wide and is_low(info.dtype)):
             return
-        operands = tensor_operands(node)
         with self.gm.graph.inserting_before(node):
             replaced: dict[int, fx.Node] = {}
             for slot in kept:
@@ -243,11 +253,8 @@ class _Rewriter:
             if promotes and any(self._rank(x) > 0 for x in replaced.values()):
                 continue
             replaced[slot] = self._cast(operand, torch.float32)
-        target = next((out for inplace, out in _OUT_OF_PLACE.items() if node.target is inplace), None)
-        if target is not None:
-            node.target = target
-        elif node.op == "call_method" and str(node.target).endswith("_") and not str(node.target).endswith("__"):
-            node.target = str(node.target)[:-1]
+        if writes(node):
+            out_of_place(self.gm, node, self.info[node].text)
 
     def _rank(self, node: fx.Node) -> int:
         value = node.meta.get("example_value")

@@ -86,12 +86,13 @@ def _less(change: Change, part: str) -> Change | None:
     return left if parts(left) else None
 
 
-def generate(model: nn.Module, spec: PatchSpec) -> Generated:
+def generate(model: nn.Module, spec: PatchSpec, *, early: bool = False) -> Generated:
     """Write the patch into the model's modeling file.
 
     Args:
         model: the stock model of the spec's regime, with real or random weights, in eval mode; it stays as it is.
         spec: the patch.
+        early: round where values are made, under more conditions on the layer, rather than where they are read.
 
     Raises:
         PatchError: the source cannot carry the patch: names the expression and its line.
@@ -115,7 +116,7 @@ def generate(model: nn.Module, spec: PatchSpec) -> Generated:
         if isinstance(e, Seen) and e.value >= 0:
             modules[e.span].add(e.module)
     emitter = Emitter(spans, formats[0], model, modules)
-    planner = Planner(flow, spans, emitter.knows_layer)
+    planner = Planner(flow, spans, emitter.knows_layer, early=early)
     changes = planner.run()
     return _guarded(_assemble(stock, spec, spans, changes, emitter, flow))
 

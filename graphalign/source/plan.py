@@ -56,10 +56,17 @@ class Change:
 
 
 class Planner:
-    """Args: the trace's flow, the file's spans, and whether the function that a span is in can tell its layer's number."""
+    """Chooses the changes of one trace.
 
-    def __init__(self, flow: Flow, spans: Spans, knows_layer: Callable[[int], bool]) -> None:
-        self.flow, self.spans, self.knows_layer = flow, spans, knows_layer
+    Args:
+        flow: the trace's.
+        spans: the file's.
+        knows_layer: whether the function that a span is in can tell its layer's number.
+        early: cut where a value is made if a condition on the layer allows it, rather than at several readers without a condition.
+    """
+
+    def __init__(self, flow: Flow, spans: Spans, knows_layer: Callable[[int], bool], *, early: bool = False) -> None:
+        self.flow, self.spans, self.knows_layer, self.early = flow, spans, knows_layer, early
         self.changes: dict[int, Change] = defaultdict(Change)
         self.lifted = nx.DiGraph()
         """From an op to those that compute in FP32 because its result is FP32."""
@@ -223,19 +230,9 @@ class Planner:
             if (c.down_in is None or self._layer(j) in c.down_in) and (c.down_at is None or self._module(j) in c.down_at):
                 return
         usable = [(j, s, k) for j, s, k in found if not self.changes[s].uncast]
-        for _, span, kind in usable:
-            if self._safe(span, kind, None):
-                self._down(span, None, root)
+        for one in [[x] for x in usable] if self.early else [usable]:
+            if self._cut_all(one, root) or self._cut_layers(one, root):
                 return
-        for j, span, kind in usable:
-            layer = self._layer(j)
-            if layer is None or not self.knows_layer(span) or not self._safe(span, kind, self._in_layer(layer)):
-                continue
-            layers = {self._layer(k) for k in self.flow.evaluations[span]}
-            low = {self._layer(k) for k in self.flow.evaluations[span] if self._low_anyway(k)}
-            needed = frozenset(x for x in layers if x == layer or (x in low and self._safe(span, kind, self._in_layer(x))))
-            self._down(span, needed, root)
-            return
         for j, span, kind in usable:
             modules = {self._module(k) for k in self.flow.evaluations[span]}
             safe = frozenset(m for m in modules if self._safe(span, kind, self._in_module(m)))
@@ -250,6 +247,27 @@ class Planner:
             where=(self.spans.show(last) if last is not None else f"{e.op} in {e.function}") + f"; in {e.module}",
             hint="use `graphalign.apply`, which tells places apart, or leave a group out: `graphalign patch --except GROUP`",
         )
+
+    def _cut_all(self, found: list[tuple[int, int, str]], root: int) -> bool:
+        """Round at the first expression that may be rounded in every layer."""
+        for _, span, kind in found:
+            if self._safe(span, kind, None):
+                self._down(span, None, root)
+                return True
+        return False
+
+    def _cut_layers(self, found: list[tuple[int, int, str]], root: int) -> bool:
+        """Round at the first expression that may be rounded in its layer, and can tell its number."""
+        for j, span, kind in found:
+            layer = self._layer(j)
+            if layer is None or not self.knows_layer(span) or not self._safe(span, kind, self._in_layer(layer)):
+                continue
+            layers = {self._layer(k) for k in self.flow.evaluations[span]}
+            low = {self._layer(k) for k in self.flow.evaluations[span] if self._low_anyway(k)}
+            needed = frozenset(x for x in layers if x == layer or (x in low and self._safe(span, kind, self._in_layer(x))))
+            self._down(span, needed, root)
+            return True
+        return False
 
     def _low_anyway(self, j: int) -> bool:
         """Whether an evaluation yields the low format in the generated code too: the other branch of a condition would widen it."""

@@ -18,7 +18,7 @@ from graphalign.errors import PatchError
 from graphalign.patch.spec import PatchSpec
 from graphalign.rewrite.apply import apply
 from graphalign.sites.report import Report
-from graphalign.source.generate import Generated, parts
+from graphalign.source.generate import Generated, generate, parts
 from graphalign.source.stock import restore
 
 SHAPES = ((1, 9, 0), (2, 17, 0), (1, 33, 0), (3, 12, 4))
@@ -108,7 +108,7 @@ class Reference:
     """What `apply` computes: made before anything is generated, so that what it refuses is refused in its words."""
 
     def __init__(self, model: nn.Module, spec: PatchSpec, *, allow_stale: bool = False) -> None:
-        self.model = model
+        self.model, self.spec = model, spec
         with apply(model, spec, allow_stale=allow_stale):
             self.results = {run: execute(model, run) for run in runs(model)}
         self.stock = execute(model, runs(model)[0])
@@ -187,6 +187,29 @@ def _smallest(reference: Reference, generated: Generated, recapture: Recapture |
 def _sites(generated: Generated, model: nn.Module, recapture: Recapture) -> dict[str, int]:
     with in_place(model, generated):
         return _remaining(recapture(model), generated.spec)
+
+
+def generate_verified(reference: Reference, recapture: Recapture | None) -> Verified:
+    """Write the patch of `reference` into its model's modeling file, and verify it.
+
+    Two plans are tried: casts where values are read, with the fewest conditions on layers, and casts where they are made. They differ in
+    gradients where reentrant checkpointing nests: what two readers round is then added up in two backward passes.
+
+    Raises:
+        PatchError: neither can be written, or is the patch; in the words of the first.
+    """
+    first: PatchError | None = None
+    tried = ""
+    for early in (False, True):
+        try:
+            made = generate(reference.model, reference.spec, early=early)
+            if made.body != tried:
+                tried = made.body
+                return verify(reference, made, recapture)
+        except PatchError as e:
+            first = first or e
+    assert first is not None
+    raise first
 
 
 def refuse_imports(generated: Generated) -> None:

@@ -12,8 +12,8 @@ from graphalign.patch.make import make_spec
 from graphalign.patch.spec import PatchSpec
 from graphalign.sites.find import diff
 from graphalign.sites.report import Report
-from graphalign.source.generate import Generated, generate
-from graphalign.source.verify import Reference, verify
+from graphalign.source.generate import Generated
+from graphalign.source.verify import Reference, generate_verified
 from tests.breadth import models
 from tests.breadth.captured import captures, report
 
@@ -46,8 +46,7 @@ def verified(name: str) -> Generated:
     """The generated file of a recorded model; raises what `graphalign source` raises."""
     model, patch = models.build(name), spec(name)
     reference = Reference(model, patch, allow_stale=True)  # Transformers stamps another config into what is built in memory
-    found = generate(model, patch)
-    return verify(reference, found, lambda m: again(name, m)).generated
+    return generate_verified(reference, lambda m: again(name, m)).generated
 
 
 def outcome(name: str) -> Outcome:
