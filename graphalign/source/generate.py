@@ -86,6 +86,17 @@ def _less(change: Change, part: str) -> Change | None:
     return left if parts(left) else None
 
 
+def refuse_regime(spec: PatchSpec) -> None:
+    """Raises PatchError for a patch that no source can carry, whatever the model's."""
+    if spec.regime.get("autocast"):
+        raise PatchError(
+            "the regime has autocast, whose casts are in no expression of a modeling file",
+            where=f"autocast {spec.regime['autocast']}", hint="use `graphalign.apply`, or train with parameters in the low format",
+        )  # fmt: skip
+    if not spec.edges:
+        raise PatchError("the patch has no edits; the stock file is the aligned one")
+
+
 def generate(model: nn.Module, spec: PatchSpec, *, early: bool = False) -> Generated:
     """Write the patch into the model's modeling file.
 
@@ -97,13 +108,7 @@ def generate(model: nn.Module, spec: PatchSpec, *, early: bool = False) -> Gener
     Raises:
         PatchError: the source cannot carry the patch: names the expression and its line.
     """
-    if spec.regime.get("autocast"):
-        raise PatchError(
-            "the regime has autocast, whose casts are in no expression of a modeling file",
-            where=f"autocast {spec.regime['autocast']}", hint="use `graphalign.apply`, or train with parameters in the low format",
-        )  # fmt: skip
-    if not spec.edges:
-        raise PatchError("the patch has no edits; the stock file is the aligned one")
+    refuse_regime(spec)
     stock = read_stock(model)
     formats = sorted({e.format for g in spec.groups for e in g.edits})
     if len(formats) != 1:

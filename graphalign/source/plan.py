@@ -55,6 +55,11 @@ class Change:
     """Ops that compute in FP32, or whose result stays so, because of it."""
 
 
+def parts_but_down(c: Change) -> bool:
+    """Whether an expression gets more than a cast to the low format."""
+    return c.up or c.uncast or c.literal or c.norm
+
+
 class Planner:
     """Chooses the changes of one trace.
 
@@ -436,17 +441,12 @@ class Planner:
 
     def _share(self) -> None:
         """Mark the casts that round one value in several places."""
-        places: dict[int, set[int]] = defaultdict(set)
+        self._before_views()
         same: dict[int, set[int]] = defaultdict(set)
         for span, c in self.changes.items():
-            if c.down:
-                for j in self.flow.evaluations[span]:
-                    if (c.down_in is None or self._layer(j) in c.down_in) and (c.down_at is None or self._module(j) in c.down_at):
-                        places[self.flow.uncast(self._value(j), self.cut)].add(span)
-                        same[self._value(j)].add(span)
-        for i in self.flow.apart:  # rounds its input itself
-            places[self.flow.uncast(self.flow.operand((i, 0)), self.cut)].add(-1)
-        for spans in places.values():
+            for j in self._rounding(span) if c.down else ():
+                same[self._value(j)].add(span)
+        for spans in self._rounded_in().values():
             if len(spans) > 1:
                 for span in spans - {-1}:
                     self.changes[span].shared = True
@@ -454,6 +454,41 @@ class Planner:
             if len(spans) > 1 and not self.flow.low(value):
                 for span in spans:
                     self.changes[span].wide = True
+
+    def _rounding(self, span: int) -> list[int]:
+        """The evaluations of an expression that its cast rounds."""
+        c = self.changes[span]
+        found = self.flow.evaluations[span]
+        return [
+            j for j in found if (c.down_in is None or self._layer(j) in c.down_in) and (c.down_at is None or self._module(j) in c.down_at)
+        ]
+
+    def _rounded_in(self) -> dict[int, set[int]]:
+        """Value to the expressions that round it; -1: a LayerNorm that rounds its input itself."""
+        out: dict[int, set[int]] = defaultdict(set)
+        for span in [s for s, c in self.changes.items() if c.down]:
+            for j in self._rounding(span):
+                out[self.flow.uncast(self._value(j), self.cut)].add(span)
+        for i in self.flow.apart:
+            out[self.flow.uncast(self.flow.operand((i, 0)), self.cut)].add(-1)
+        return out
+
+    def _before_views(self) -> None:
+        """`x.view(…)` is rounded before the view if others round `x` itself: else they would not share one tensor."""
+        rounded = self._rounded_in()
+        for span, c in list(self.changes.items()):
+            node = self.spans.nodes[span]
+            if not (c.down and isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)) or parts_but_down(c):
+                continue
+            owner = self.spans.by_place.get(place(node.func.value))
+            if owner is None or owner in self.changes:
+                continue
+            pairs = [(j, max((k for k in self.flow.evaluations[owner] if k < j), default=-1)) for j in self._rounding(span)]
+            if any(k < 0 or (m := self.flow.maker.get(self._value(j))) is None or not self.flow.ops[m].transparent for j, k in pairs):
+                continue
+            if any(rounded.get(self.flow.uncast(self._value(k), self.cut), set()) - {span} for _, k in pairs):
+                self.changes[owner] = c
+                del self.changes[span]
 
     # -- events -----------------------------------------------------------------------------------------------------------
 

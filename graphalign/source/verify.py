@@ -18,7 +18,7 @@ from graphalign.errors import PatchError
 from graphalign.patch.spec import PatchSpec
 from graphalign.rewrite.apply import apply
 from graphalign.sites.report import Report
-from graphalign.source.generate import Generated, generate, parts
+from graphalign.source.generate import Generated, generate, parts, refuse_regime
 from graphalign.source.stock import restore
 
 SHAPES = ((1, 9, 0), (2, 17, 0), (1, 33, 0), (3, 12, 4))
@@ -108,6 +108,7 @@ class Reference:
     """What `apply` computes: made before anything is generated, so that what it refuses is refused in its words."""
 
     def __init__(self, model: nn.Module, spec: PatchSpec, *, allow_stale: bool = False) -> None:
+        refuse_regime(spec)
         self.model, self.spec = model, spec
         with apply(model, spec, allow_stale=allow_stale):
             self.results = {run: execute(model, run) for run in runs(model)}

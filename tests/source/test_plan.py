@@ -18,7 +18,7 @@ import torch
 from graphalign.errors import PatchError
 from graphalign.source.generate import Generated, generate
 from graphalign.source.ids import MARK
-from graphalign.source.verify import differing, execute, in_place, refuse_imports, runs
+from graphalign.source.verify import Reference, differing, execute, in_place, refuse_imports, runs
 from graphalign.source.write import STYLES, changed, files, moved, write
 from tests.breadth import models
 from tests.source.generated import spec
@@ -74,6 +74,18 @@ def test_the_same_input_gives_the_same_file(tmp_path: Path) -> None:
     assert moved(files(again, path, "module")) == []
     path.write_text(path.read_text().replace("residual.float()", "residual"))
     assert "residual.float()" in moved(files(again, path, "module"))[0]
+
+
+def test_what_is_viewed_is_rounded_before_the_view() -> None:
+    """GLM 4 MoE: all experts read one tensor, where their gradients are added up in its format; the router reads it unrounded."""
+    lines = added("glm4_moe")
+    assert "hidden_states = _rounded_once(hidden_states).view(-1, hidden_states.shape[-1])" in lines
+    assert any("self.gate_proj(_rounded_once(x))" in x and "self.up_proj(_rounded_once(x))" in x for x in lines)
+
+
+def test_autocast_is_refused_before_anything_runs() -> None:
+    with pytest.raises(PatchError, match="whose casts are in no expression"):
+        Reference(models.build("qwen3_autocast"), spec("qwen3_autocast"))
 
 
 def test_only_what_changes() -> None:

@@ -7,18 +7,33 @@ from dataclasses import replace
 import pytest
 
 from graphalign.errors import PatchError
+from graphalign.rewrite.apply import apply
 from graphalign.source.generate import generate, parts
-from graphalign.source.verify import Reference, execute, in_place, runs, verify
+from graphalign.source.verify import Reference, Run, differing, execute, in_place, runs, verify
 from tests.breadth import models
 from tests.source.generated import again, spec, verified
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("name", ["qwen3_tail", "gemma2_eager", "gpt_neox"])
+@pytest.mark.parametrize("name", ["qwen3_tail", "gpt_neox", "glm4_moe"])
 def test_generated_files_are_the_patch(name: str) -> None:
     """These, and all others that are recorded: `python -m tests.source.generated`."""
-    assert verified(name).changed_lines <= 15
+    assert verified(name).changed_lines <= 16
+
+
+def test_casts_where_values_are_made_under_nested_checkpointing() -> None:
+    """Zamba 2: a checkpointed layer inside another; what both round is added up in two backward passes under reentrant checkpointing."""
+    model, patch = models.build("zamba2"), spec("zamba2")
+    run = Run((1, 9, 0), checkpointing=True)
+    with apply(model, patch, allow_stale=True):
+        want = execute(model, run)
+    found = {}
+    for early in (False, True):
+        with in_place(model, generate(model, patch, early=early)):
+            found[early] = differing(want, execute(model, run))
+    assert found[False]
+    assert not found[True]
 
 
 def test_a_wrong_file_is_not_written() -> None:
