@@ -116,6 +116,39 @@ def test_outer_compile_by_inductor_keeps_the_roundings(order: str) -> None:
     assert agreement(plain, by) < 0.5
 
 
+def learn(model: Any, run: Any, **given: Any) -> dict[str, torch.Tensor]:
+    """Every gradient, of the model as `run` runs it."""
+    model.zero_grad(set_to_none=True)
+    run(tokens(2, 13), use_cache=False, **given).logits.float().square().sum().backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters()}
+
+
+def unequal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> set[str]:
+    return {n for n in a if not torch.equal(a[n], b[n])}
+
+
+@pytest.mark.slow
+def test_gradients_under_an_outer_compile() -> None:
+    """Bitwise those without it where the mask is given. Without one, Transformers takes another path while it is traced: it materialises
+    the causal mask and repeats K and V, whose gradients are then added up after they were rounded, in the stock model too."""
+    stock = build(2)
+    model = copy.deepcopy(stock)
+    patch(model)
+    mask = torch.ones(2, 13, dtype=torch.long)
+    mask[0, :4] = 0
+    for backend in ("aot_eager", "inductor"):
+        assert (
+            unequal(learn(model, model, attention_mask=mask), learn(model, torch.compile(model, backend=backend), attention_mask=mask))
+            == set()
+        )
+    moved = unequal(learn(model, model), learn(model, torch.compile(model)))
+    torch._dynamo.reset()
+    assert moved == unequal(learn(stock, stock), learn(stock, torch.compile(stock, backend="aot_eager")))
+    last = {n for n in moved if n.startswith("model.layers.1.")}
+    assert {n for n in last if "_proj" in n} == {f"model.layers.1.self_attn.{x}_proj.weight" for x in "kv"}
+    assert not any(n.startswith(("model.norm", "lm_head")) for n in moved)
+
+
 @pytest.mark.parametrize("where", ["layer", "submodule"])
 def test_layers_compiled_in_place_are_refused(where: str) -> None:
     model: Any = build(2)
