@@ -8,7 +8,7 @@ from typing import Any
 
 _NOT_THE_MODEL = frozenset(
     {"transformers_version", "name_or_path"}
-    | {"dtype", "torch_dtype"}  # the regime's
+    | {"dtype", "torch_dtype", "attn_implementation", "experts_implementation"}  # the regime's; verl sets the latter as plain keys
     # set by tokenizers, trainers and save_pretrained, and no part of what a forward computes
     | {"architectures", "use_cache", "pad_token_id", "bos_token_id", "eos_token_id", "id2label", "label2id", "problem_type"}
     | {"output_attentions", "output_hidden_states", "return_dict"}
