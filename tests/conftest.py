@@ -15,7 +15,7 @@ settings.register_profile("graphalign-ci", deadline=None, derandomize=True, prin
 settings.load_profile("graphalign-ci" if os.environ.get("CI") else "graphalign")
 
 
-SLOW = frozenset({"breadth", "compiler", "drift", "render", "rewrite", "source"})
+SLOW = frozenset({"breadth", "compiler", "drift", "integrations", "render", "rewrite", "source"})
 """Folders whose tests compile, patch or draw models: `make test-slow`, not the minute of `make test-fast`."""
 
 

@@ -21,7 +21,7 @@ import graphalign.cli.verify
 from graphalign.cli.app import app
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NAMES = [str(p.relative_to(ROOT)) for p in DOCUMENTS]
 
 

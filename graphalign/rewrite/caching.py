@@ -42,14 +42,23 @@ class HeldCache:
 
 def _call(key: Any, value: Any, token: Any, keys: Any, args: Any, kwargs: Any) -> Any:
     shapes = [(x.shape[0], x.shape[1], keys.shape[0], x.shape[3]) for x in (key, value)]
+    # An empty DynamicCache takes its dtype from the keys and appends by torch.cat, which promotes (Transformers 5.19): values of a BF16
+    # GEMM beside keys that RoPE made FP32, as under autocast, come back in FP32.
+    dtypes = [key.dtype, torch.promote_types(key.dtype, value.dtype)]
     if isinstance(key, FakeTensor):
-        return key.new_empty(shapes[0]), value.new_empty(shapes[1])
+        return key.new_empty(shapes[0], dtype=dtypes[0]), value.new_empty(shapes[1], dtype=dtypes[1])
     cache, index = kept(token)
     found = tuple(cache.update(key, value, index, *args, **kwargs))
-    if [tuple(x.shape) for x in found] != shapes or [x.dtype for x in found] != [key.dtype, value.dtype]:
+    if [tuple(x.shape) for x in found] != shapes or [x.dtype for x in found] != dtypes:
+        said, gave = (
+            ", ".join(
+                f"{name} of {tuple(s)}, {str(d).removeprefix('torch.')}" for name, s, d in zip(("keys", "values"), ss, ds, strict=True)
+            )
+            for ss, ds in ((shapes, dtypes), ([x.shape for x in found], [x.dtype for x in found]))
+        )
         raise PatchNotLiveError(
-            f"{type(cache).__name__} returned keys of {tuple(found[0].shape)}, and said before that they would be {shapes[0]}",
-            where=f"layer {index}", hint="run this model without a cache (use_cache=False), or with a DynamicCache",
+            f"{type(cache).__name__} returned {gave}, and said before that they would be {said}",
+            where=f"layer {index}", hint="run this model without a cache (use_cache=False), or with a DynamicCache that nobody filled",
         )  # fmt: skip
     return found
 

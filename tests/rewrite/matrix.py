@@ -69,14 +69,19 @@ def autocast_spec() -> PatchSpec:
 
 def autocast(attention: str, patcher: pytest.MonkeyPatch) -> tuple[nn.Module, nn.Module]:
     model = kernels.use(tiny.build(2, dtype=torch.float32), attention, patcher)
-    hand = copy.deepcopy(model)
-    for name, m in hand.named_modules():
+    hand = cast_by_hand(copy.deepcopy(model))
+    graphalign.apply(model, autocast_spec(), allow_stale=True, trial=False)
+    return model, hand
+
+
+def cast_by_hand(model: nn.Module) -> nn.Module:
+    """Patch a model of FP32 weights by hand, in place."""
+    for name, m in model.named_modules():
         if type(m) in CAST:
             m.__class__ = CAST[type(m)]
             m.head = name.endswith(("q_norm", "k_norm"))
             m.first = name.endswith("layers.0") or ".layers.0.input" in name
-    graphalign.apply(model, autocast_spec(), allow_stale=True, trial=False)
-    return model, hand
+    return model
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:
