@@ -90,6 +90,13 @@ VllmPython = Annotated[
     Path | None,
     typer.Option(metavar="PY", help="Interpreter of another environment, whose vLLM is captured: `/envs/vllm-0.31/bin/python`."),
 ]
+TrainerPython = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="PY",
+        help="Interpreter of the trainer's environment, whose Transformers and torch are captured. It need not have graphalign.",
+    ),
+]
 EngineArgs = Annotated[
     list[str] | None,
     typer.Option(

@@ -23,6 +23,7 @@ from graphalign.cli.app import (
     Target,
     TensorParallel,
     Timeout,
+    TrainerPython,
     TrustRemoteCode,
     VllmPython,
     Weights,
@@ -33,6 +34,7 @@ from graphalign.cli.app import (
     run_diff,
     show_report,
 )
+from graphalign.errors import BadInputError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -102,6 +104,7 @@ class Trainer:
     weights: WeightsChoice | None
     logprobs: str
     trust: bool = False
+    python: Path | None = None
     alone: bool = False
     """Whether no engine is started beside it, which says what the model's own dtype is."""
 
@@ -122,21 +125,23 @@ class Trainer:
         folder = resolve_model(self.model)
         if self.alone and self.factory is None and (said := words(folder, engine=False, trainer=self.dtype)):
             console.warn(said)
-        return capture_training(
-            folder,
-            factory=self.factory,
-            layers=self.layers,
-            dtype=self.dtype,
-            autocast=None if self.autocast == "none" else self.autocast,
-            attention=self.attention,
-            weights="checkpoint" if self.weights == "real" else self.weights,
-            progress=stages,
-            then=then,
-            logprobs=self.logprobs,
-            reach=reach,
-            trust_remote_code=self.trust,
-            **({} if tokens is None else {"tokens": tokens}),  # type: ignore[arg-type]
-        )
+        arguments: dict[str, Any] = {
+            "factory": self.factory,
+            "layers": self.layers,
+            "dtype": self.dtype,
+            "autocast": None if self.autocast == "none" else self.autocast,
+            "attention": self.attention,
+            "weights": "checkpoint" if self.weights == "real" else self.weights,
+            "logprobs": self.logprobs,
+            "reach": reach,
+            "trust_remote_code": self.trust,
+            **({} if tokens is None else {"tokens": tokens}),
+        }
+        if self.python is not None:
+            from graphalign.capture.elsewhere import capture_training_with
+
+            return capture_training_with(self.python, {"model": folder, **arguments}, progress=stages)
+        return capture_training(folder, progress=stages, then=then, **arguments)
 
 
 @app.command()
@@ -153,6 +158,7 @@ def find(
     vllm_python: VllmPython = None,
     engine_arg: EngineArgs = None,
     timeout: Timeout = 1800.0,
+    trainer_python: TrainerPython = None,
     factory: Factory = None,
     dtype: Dtype = "bfloat16",
     autocast: Autocast = "none",
@@ -180,6 +186,8 @@ def find(
 
       graphalign find ./my-model --out out/trl --dtype float32 --autocast bfloat16
 
+      graphalign find ./my-model --out out/newer --trainer-python /envs/trainer/bin/python
+
       graphalign find ./my-model --out out/v31 --vllm-python /envs/vllm-0.31/bin/python --baseline patch.yaml
     """
     from graphalign.align.positions import reach_of
@@ -196,17 +204,20 @@ def find(
     console.require_folder(out)
     old = read_baseline(baseline)
     console.require_packages(*(() if vllm_python else ("vllm",)), "transformers")
+    _check_trainer(trainer_python)
     kernels = out / "kernels" if target != "cpu" else None
     engine = Engine(model=model, python=vllm_python, engine_args=arguments, layers=layers, weights=weights, timeout=timeout,
                     target=target, entry=entry, keep_kernels=kernels, trust=trust_remote_code,
                     trainer="" if factory else dtype)  # fmt: skip
     trainer = Trainer(model=model, factory=factory, layers=layers, dtype=dtype, autocast=autocast, attention=attention, weights=weights,
-                      logprobs=logprobs, trust=trust_remote_code)  # fmt: skip
+                      logprobs=logprobs, trust=trust_remote_code, python=trainer_python)  # fmt: skip
     with console.Stages() as stages:
         inference = engine.capture(out / "inference.json.gz", stages)
         probe = Probe(model, weights, autocast, stages, trust_remote_code)
         training = trainer.capture(stages, tokens=tokens_to_record(inference), reach=reach_of(inference, rules), then=probe)
         write_json(out / "training.json.gz", training)
+        if trainer_python is not None:
+            probe.note = "clustering was not measured: the trainer's model is in another environment; run `graphalign clusters` there"
         report = probe.rank(run_diff(stages, inference, training, rules))
         if kernels is not None:
             report = check_map(report, stages, inference, kernels, rules, vllm_python)
@@ -268,6 +279,7 @@ def capture_training_command(
     output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="The capture, `train.json.gz`.")],
     layers: Layers = None,
     weights: Weights = None,
+    trainer_python: TrainerPython = None,
     factory: Factory = None,
     dtype: Dtype = "bfloat16",
     autocast: Autocast = "none",
@@ -295,12 +307,25 @@ def capture_training_command(
     factory = console.check_factory(factory)
     console.require_output(output)
     console.require_packages("transformers")
+    _check_trainer(trainer_python)
     trainer = Trainer(model=model, factory=factory, layers=layers, dtype=dtype, autocast=autocast, attention=attention, weights=weights,
-                      logprobs=logprobs, trust=trust_remote_code, alone=True)  # fmt: skip
+                      logprobs=logprobs, trust=trust_remote_code, python=trainer_python, alone=True)  # fmt: skip
     with console.Stages() as stages:
         graph = trainer.capture(stages, tokens=tokens, reach=reach)
         write_json(output, graph)
     print(f"{output}: {len(graph.nodes)} ops from {len(graph.sources)} source expressions")
+
+
+def _check_trainer(python: Path | None) -> None:
+    """Refuse what is no interpreter before the engine starts."""
+    if python is not None:
+        from graphalign.capture.inference import interpreter
+
+        try:
+            interpreter(python)
+        except BadInputError as e:
+            hint = "give the bin/python of an environment with torch and Transformers"
+            raise BadInputError(e.what, where=f"--trainer-python {e.where}", hint=hint) from None
 
 
 def _write_patch(report: Report, out: Path) -> None:
