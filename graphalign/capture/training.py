@@ -31,6 +31,7 @@ from graphalign.ir.config import config_digest
 from graphalign.ir.frames import file_digest, is_modeling_file, relative_file
 from graphalign.ir.training import Header, Mask, Node, TrainingGraph
 from graphalign.logprobs import DEFAULT, LogProbabilities, as_trained, find_function, name_of, refuse_nan, take
+from graphalign.rewrite.like_cuda import AUTOCAST_DEVICE, SAID, like_cuda
 
 DEFAULT_POSITIONS = 2048
 """Range of positions for a model whose config names none."""
@@ -43,6 +44,7 @@ def capture_training(
     layers: int | None = None,
     dtype: str = "bfloat16",
     autocast: str | None = None,
+    autocast_device: str | None = None,
     attention: str = "sdpa",
     weights: str | None = None,
     tokens: int = 8,
@@ -60,6 +62,7 @@ def capture_training(
         factory: `package.module:function` that returns the module, imported with the working directory on the path.
         layers, dtype, attention, weights, trust_remote_code: how a model folder is built, see `build_trainer`.
         autocast: run under `torch.autocast` with this dtype.
+        autocast_device: "cuda" if training runs on a GPU: a model on the CPU is then recorded with CUDA's autocast, see `like_cuda`.
         logprobs: name of the trainer's log-probability function, see `find_function`.
         grad: record with gradients enabled, as in training. Some kernels differ without (`matmul` folds batches only with it).
         reach: number of positions to spread the tokens over: the engine's `max_model_len`. RoPE variants switch on the longest position.
@@ -96,7 +99,9 @@ def capture_training(
     refuse_compiled(module)
     with without_adapters(module) as (bare, said), no_compiled_kernels():
         say(said or f"recording {tokens} tokens")
-        graph = record_forward(bare, tokens=tokens, autocast=autocast, grad=grad, name=name, logprobs=logprobs, reach=reach)
+        graph = record_forward(
+            bare, tokens=tokens, autocast=autocast, grad=grad, name=name, logprobs=logprobs, reach=reach, autocast_device=autocast_device
+        )
     header = graph.header
     timings = {"build": built - started, "record": time.perf_counter() - built}
     notes = (*(note for note in (said, left) if note), *header.notes)
@@ -110,6 +115,7 @@ def record_forward(
     *,
     tokens: int = 8,
     autocast: str | None = None,
+    autocast_device: str | None = None,
     grad: bool = True,
     name: str = "",
     ids: Sequence[int] | None = None,
@@ -142,12 +148,14 @@ def record_forward(
     function = find_function(logprobs) if isinstance(logprobs, str) else logprobs
     args, kwargs, notes = call_arguments(module, inputs)
     cast = torch.autocast(device.type, dtype=parse_dtype(autocast) if autocast else None, enabled=autocast is not None)
+    emulated = autocast is not None and autocast_device == "cuda" and device.type == "cpu"
     try:
         with (
             one_sequence(),
             uncompiled_flex(),
             composite_attention(),
             torch.set_grad_enabled(grad),
+            like_cuda(emulated),
             cast,
             record(module, inputs, watch, runner(module)) as recorder,
         ):
@@ -178,6 +186,7 @@ def record_forward(
             uncompiled_flex(),
             composite_attention(),
             torch.set_grad_enabled(grad),
+            like_cuda(emulated),
             cast,
             record(module, inputs, None, runner(module)) as recorder,
         ):
@@ -190,7 +199,9 @@ def record_forward(
         sources.setdefault(relative_file(file), file_digest(file))
     header = Header(
         versions=_versions(),
-        regime=regime(module, config, autocast=autocast, grad=grad) | _tail_regime(logprobs),
+        regime=regime(module, config, autocast=autocast, grad=grad)
+        | ({AUTOCAST_DEVICE: "cuda"} if emulated else {})
+        | _tail_regime(logprobs),
         model={
             "name": name or type(base).__name__,
             "architecture": type(base).__name__,
@@ -202,7 +213,7 @@ def record_forward(
         },
         tokens=tokens,
         shorter=shorter,
-        notes=(*notes, *recording.notes),
+        notes=(*notes, *([SAID] if emulated else []), *recording.notes),
     )
     return TrainingGraph(
         header=header, inputs=recording.inputs, nodes=nodes, outputs=recording.outputs, sources=recording.sources, masks=masks

@@ -105,6 +105,7 @@ class Trainer:
     logprobs: str
     trust: bool = False
     python: Path | None = None
+    target: str = "cpu"
     alone: bool = False
     """Whether no engine is started beside it, which says what the model's own dtype is."""
 
@@ -130,6 +131,7 @@ class Trainer:
             "layers": self.layers,
             "dtype": self.dtype,
             "autocast": None if self.autocast == "none" else self.autocast,
+            "autocast_device": None if self.target == "cpu" else "cuda",
             "attention": self.attention,
             "weights": "checkpoint" if self.weights == "real" else self.weights,
             "logprobs": self.logprobs,
@@ -210,7 +212,7 @@ def find(
                     target=target, entry=entry, keep_kernels=kernels, trust=trust_remote_code,
                     trainer="" if factory else dtype)  # fmt: skip
     trainer = Trainer(model=model, factory=factory, layers=layers, dtype=dtype, autocast=autocast, attention=attention, weights=weights,
-                      logprobs=logprobs, trust=trust_remote_code, python=trainer_python)  # fmt: skip
+                      logprobs=logprobs, trust=trust_remote_code, python=trainer_python, target=target)  # fmt: skip
     with console.Stages() as stages:
         inference = engine.capture(out / "inference.json.gz", stages)
         probe = Probe(model, weights, autocast, stages, trust_remote_code)
@@ -279,6 +281,7 @@ def capture_training_command(
     output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="The capture, `train.json.gz`.")],
     layers: Layers = None,
     weights: Weights = None,
+    target: Target = "cpu",
     trainer_python: TrainerPython = None,
     factory: Factory = None,
     dtype: Dtype = "bfloat16",
@@ -296,20 +299,25 @@ def capture_training_command(
 ) -> None:
     """Run one eager forward of the trainer's model and record every kernel with its source.
 
+    With a GPU as --target, --autocast does what it does there: CUDA computes other ops in FP32 than a CPU.
+
     Examples:
 
       graphalign capture training example:qwen3 -o train.json.gz
 
       graphalign capture training ./my-model -o train.json.gz --factory mytrainer.model:build --dtype float32 --autocast bfloat16
     """
+    from graphalign.engines.gpu.targets import find_target
     from graphalign.ir.files import write_json
 
     factory = console.check_factory(factory)
     console.require_output(output)
     console.require_packages("transformers")
     _check_trainer(trainer_python)
+    find_target(target)
     trainer = Trainer(model=model, factory=factory, layers=layers, dtype=dtype, autocast=autocast, attention=attention, weights=weights,
-                      logprobs=logprobs, trust=trust_remote_code, python=trainer_python, alone=True)  # fmt: skip
+                      logprobs=logprobs, trust=trust_remote_code, python=trainer_python, target=target,
+                      alone=True)  # fmt: skip
     with console.Stages() as stages:
         graph = trainer.capture(stages, tokens=tokens, reach=reach)
         write_json(output, graph)

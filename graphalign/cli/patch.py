@@ -14,6 +14,9 @@ from graphalign.cli.app import PARTIAL, EngineArgs, Layers, Model, Rules, Timeou
 from graphalign.errors import BadInputError
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from graphalign.ir.training import TrainingGraph
     from graphalign.patch.spec import PatchSpec
 
 NOT_PROVEN = 6
@@ -177,13 +180,18 @@ def check(
         size, reach = tokens_to_record(inference) or 8, reach_of(inference, rules)
         stages.start("check")("build the model")
         trainer = _build(model, spec, layers, trust_remote_code)
+        regime = spec.regime
+
+        def capture(m: nn.Module) -> TrainingGraph:
+            cast, device = regime.get("autocast"), regime.get("autocast_device")
+            function = regime.get("logprobs", DEFAULT)
+            return record_forward(m, autocast=cast, autocast_device=device, logprobs=function, tokens=size, reach=reach)
+
         proof = prove(
             trainer,
             spec,
             inference,
-            lambda m: record_forward(
-                m, autocast=spec.regime.get("autocast"), logprobs=spec.regime.get("logprobs", DEFAULT), tokens=size, reach=reach
-            ),
+            capture,
             read_values(recorded, inference) if real else None,
             rules=rules,
             skipped=skipped,

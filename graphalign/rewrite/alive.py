@@ -14,6 +14,7 @@ from torch._dynamo import eval_frame
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from graphalign.errors import PatchNotLiveError
+from graphalign.rewrite import like_cuda
 from graphalign.rewrite.checkpointing import checkpointed_inside
 from graphalign.rewrite.unfit import unfit
 from graphalign.rewrite.units import UnitEdit
@@ -22,7 +23,7 @@ from graphalign.rewrite.wrapped import with_dora
 _DEAD_STANCES = frozenset({"force_eager", "eager_on_recompile", "eager_then_compile", "aot_eager_then_compile"})
 
 
-def refuse_dead(cls: type, autocast: str | None, device: str) -> bool:
+def refuse_dead(cls: type, autocast: str | None, device: str, cuda: bool = False) -> bool:
     """Raise where Dynamo would skip a frame: it marks some of them (a dispatch mode) as skipped for good.
 
     Seen on torch 2.13. Called on every forward of a patched module, so everything here is a few attribute reads.
@@ -31,6 +32,7 @@ def refuse_dead(cls: type, autocast: str | None, device: str) -> bool:
         cls: the stock class, for the message.
         autocast: the regime's autocast dtype, None for none.
         device: device type of the module's input.
+        cuda: whether the regime's autocast is CUDA's.
 
     Returns:
         Whether autocast is on although the regime is without: then the graph must tell if that changes anything.
@@ -54,6 +56,12 @@ def refuse_dead(cls: type, autocast: str | None, device: str) -> bool:
                     "run it outside the mode, or count on the unpatched model",
                 )
     enabled = torch.is_autocast_enabled(device)
+    if cuda and device == "cpu" and not like_cuda.active():
+        _fail(
+            cls,
+            "the model runs on a CPU, the patch is for CUDA's autocast, which computes other ops in FP32",
+            "move the model to the GPU, or make a patch for the CPU: `graphalign find` without --target",
+        )
     if autocast is not None:
         active = str(torch.get_autocast_dtype(device)).removeprefix("torch.") if enabled else None
         if active != autocast:

@@ -19,6 +19,7 @@ from graphalign.ir.frames import file_digest, is_modeling_file, relative_file
 from graphalign.patch.spec import Key, PatchSpec, load
 from graphalign.rewrite.alive import Regime, regime_of
 from graphalign.rewrite.formats import moved
+from graphalign.rewrite.like_cuda import emulated
 from graphalign.rewrite.live import ORIGINAL, patched_class, root_class
 from graphalign.rewrite.sharded import release, sharded_over, stock_class
 from graphalign.rewrite.trial import run_trial
@@ -117,7 +118,7 @@ def apply(
         edit_keys = tuple((e.group, e.kind, e.format, e.consumer, e.operand, e.producer, e.source) for e in edits[name])
         key = (cls, dtype, regime, edit_keys, cast)
         if key not in classes:
-            classes[key] = patched_class(cls, edits[name], dtype, autocast, regime, cast)
+            classes[key] = patched_class(cls, edits[name], dtype, autocast, regime, cast, emulated(spec.regime, "cpu"))
         swapped.append((unit, cls, classes[key]))
     name, root = _root(model, list(units.values()))
     if root is not None and root not in units.values():

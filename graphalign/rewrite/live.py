@@ -75,7 +75,13 @@ def entry_cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def patched_class(
-    cls: type[nn.Module], edits: Sequence[UnitEdit], dtype: torch.dtype, autocast: str | None, regime: Regime = (), masters: bool = False
+    cls: type[nn.Module],
+    edits: Sequence[UnitEdit],
+    dtype: torch.dtype,
+    autocast: str | None,
+    regime: Regime = (),
+    masters: bool = False,
+    cuda: bool = False,
 ) -> type[nn.Module]:
     """A subclass of `cls` whose forward runs with the edits, or raises PatchNotLiveError.
 
@@ -86,6 +92,7 @@ def patched_class(
         autocast: the autocast dtype of the regime, None for none.
         regime: what must stay as it was when the patch was applied, see `alive.regime_of`.
         masters: whether the weights are FP32 outside of a forward.
+        cuda: whether the regime's autocast is CUDA's.
     """
     expected = sorted(e.id for e in edits)
     entering = [e for e in edits if e.consumer is not None and e.producer is None and e.kind == "keep"]
@@ -162,7 +169,7 @@ def patched_class(
             args, kwargs = put(args, kwargs, (at,), lambda _: kept)
             x = kept
         device = "cpu" if x is None else x.device.type
-        idle = refuse_dead(cls, autocast, device)
+        idle = refuse_dead(cls, autocast, device, cuda)
         refuse_changed(cls, self, regime, masters)
         places: tuple[Path, ...] = ()
         if wanted:

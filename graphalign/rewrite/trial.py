@@ -12,6 +12,7 @@ from torch import nn
 
 from graphalign.errors import PatchError, PatchNotLiveError
 from graphalign.rewrite.formats import Calls, formats_of
+from graphalign.rewrite.like_cuda import emulated, like_cuda
 
 log = logging.getLogger("graphalign")
 
@@ -40,7 +41,13 @@ def run_trial(root: nn.Module, regime: Mapping[str, Any]) -> Calls | None:
     cast = torch.autocast(device.type, dtype=getattr(torch, str(autocast), None), enabled=autocast is not None)
     forked = [device] if device.type == "cuda" else []
     try:
-        with torch.random.fork_rng(devices=forked), torch.no_grad(), cast, formats_of(root) as calls:
+        with (
+            torch.random.fork_rng(devices=forked),
+            torch.no_grad(),
+            like_cuda(emulated(regime, device.type)),
+            cast,
+            formats_of(root) as calls,
+        ):
             root(input_ids=torch.tensor([[0, 1]], device=device), **options)
     except (PatchError, PatchNotLiveError):
         raise
