@@ -223,7 +223,7 @@ class GapMonitor:
             f"the gap drifted upward: k3 is {found.k3.value:.3g} at step {at}, against a baseline of {math.exp(self.drift.mean):.3g} "
             f"(geometric mean of {self.drift.count} steps)\n"
             "  try:   look whether the engine still gets the trainer's weights, whether the patch is live, and at entropy and length; "
-            "`graphalign verify` says where the gap comes from"
+            "`graphalign gap` says where the gap comes from"
         )
         log.warning("%s", message)
         warnings.warn(message, GapDriftWarning, stacklevel=3)

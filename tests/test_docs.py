@@ -17,7 +17,6 @@ import graphalign.cli.patch
 import graphalign.cli.render
 import graphalign.cli.source
 import graphalign.cli.targets
-import graphalign.cli.verify
 from graphalign.cli.app import app
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -16,8 +16,7 @@ def main() -> NoReturn:
     import graphalign.cli.patch
     import graphalign.cli.render
     import graphalign.cli.source
-    import graphalign.cli.targets
-    import graphalign.cli.verify  # noqa: F401  (these register their commands)
+    import graphalign.cli.targets  # noqa: F401  (these register their commands)
     from graphalign.cli.app import TERMINATED, app
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # so that `finally` blocks end the engine's processes

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 BUG, SEMANTIC, PARTIAL, INTERRUPTED, TERMINATED = 1, 3, 7, 130, 143
 ORDER = (
     "find", "capture", "diff", "why", "show", "render", "patch", "apply", "check", "source", "schema", "drift", "compare", "targets",
-    "verify", "gap", "clusters", "rules",
+    "gap", "clusters", "rules",
 )  # fmt: skip
 """Commands as `--help` lists them."""
 

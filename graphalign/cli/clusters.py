@@ -30,7 +30,7 @@ def clusters(
     model: Model,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for clusters.json and clusters.html.")],
     prompts: Annotated[
-        Path | None, typer.Option(metavar="FILE.jsonl", help="Text, one JSON object per line as for `verify`. Default: built-in prompts.")
+        Path | None, typer.Option(metavar="FILE.jsonl", help="Text, one JSON object per line as for `gap`. Default: built-in prompts.")
     ] = None,
     tokens: Annotated[int, typer.Option(min=2, metavar="N", help="Tokens per sequence; the prompts are joined and cut.")] = 128,
     sequences: Annotated[int, typer.Option(min=1, metavar="N", help="Most sequences. Four or more give intervals.")] = 16,

@@ -30,7 +30,7 @@ STRAY: Final = 0.05
 """Share of them that may be there all the same: the trainer's order of tokens differs from the engine's by rounding."""
 SIGMAS: Final = 5.0
 NEAR: Final = 0.02
-"""|log T| below which a temperature counts as 1 (as in verify.gap.temperature)."""
+"""|log T| below which a temperature counts as 1 (as in gap.temperature)."""
 HALF: Final = 0.5
 """What the engine reported is processed if the processing brings mean |d| down to this share."""
 ROUNDING: Final = 0.2

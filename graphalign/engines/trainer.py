@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,6 +17,10 @@ from graphalign.engines.flash import needs_stand_in, stand_in
 from graphalign.engines.model_folder import read_config, require_trust, use_weights
 from graphalign.engines.quantised import refuse_quantised
 from graphalign.errors import BadInputError, CaptureFailedError
+from graphalign.ir.config import config_digest
+
+if TYPE_CHECKING:
+    from graphalign.patch.spec import PatchSpec
 
 
 def build_trainer(
@@ -159,3 +163,20 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(level)
         if bar:
             logging.enable_progress_bar()
+
+
+def refuse_other_model(spec: PatchSpec, folder: Path, layers: int | None, trust: bool = False) -> None:
+    """Refuse a patch of another model before an engine is started.
+
+    Raises:
+        BadInputError: the model's config, with the first so many layers, is not the one that the patch was made for.
+    """
+    with quiet():
+        config = load_config(folder, trust_remote_code=trust)
+        truncate(config, layers)
+    if (made := spec.model.get("config_digest")) and made != config_digest(config):
+        text = config.get_text_config()
+        theirs = f"{spec.model.get('architecture')}, {spec.model.get('layers')} layers"
+        where = f"the patch: {theirs}; the model: {getattr(text, 'num_hidden_layers', '?')} layers"
+        hint = "make a patch for this model with `graphalign find`"
+        raise BadInputError("the patch is for a model with another config", where=where, hint=hint)

@@ -1,4 +1,4 @@
-"""`verify.json`: the result of `graphalign verify`."""
+"""`gap.json`: the result of `graphalign gap` with a live engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole `verify`: engine runs that can be taken up again, the measurement, and its report."""
+"""A whole `gap` with a live engine: engine runs that can be taken up again, the measurement, and its report."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Stages(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What `verify` is asked to do."""
+    """What `gap` is asked to do."""
 
     folder: Path
     """The model's folder, with weights."""

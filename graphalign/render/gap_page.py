@@ -1,4 +1,4 @@
-"""`verify.html`: a gap report as one self-contained page."""
+"""`gap.html`: a gap report as one self-contained page."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def render_gap_page(report: GapReport, engine: Mapping[str, Arrays], training: M
         tag("header", [tag("h1", title), tag("p", lead, class_="soft")]),
         navigation(sections),
         contents(sections),
-        tag("footer", "Made by graphalign verify. This file works offline."),
+        tag("footer", "Made by graphalign gap. This file works offline."),
     ]
     return document(title, body, css="figure img{display:block;width:100%;height:auto}", images=True)
 

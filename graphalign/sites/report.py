@@ -70,7 +70,7 @@ class Site(Frozen):
     count: int
     """Edges (one per layer)."""
     clustering: float | None = None
-    """How unevenly the value falls between adjacent BF16 numbers, 0 to 1 (`verify.clusters`); None if it was not measured."""
+    """How unevenly the value falls between adjacent BF16 numbers, 0 to 1 (`clusters`); None if it was not measured."""
 
 
 class Group(Frozen):

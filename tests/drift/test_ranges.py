@@ -112,7 +112,7 @@ def test_drift_of_captures_compares_range_by_range() -> None:
 
 
 def test_whatever_compares_captures_chooses_the_range() -> None:
-    """`check` and `verify` once traced all ranges as one model."""
+    """`check` and `gap` once traced all ranges as one model."""
     inference, training = capture("cohere.ranges"), captures("cohere")[1]
     pair = prepare(inference, training, rules_dir())
     assert {g.range for g in pair.capture_i.graphs} == {(8, 8)}

@@ -76,12 +76,17 @@ def test_the_engines_column_alone_asks_for_a_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((), "gap needs a dump"),
+        ((), "gap needs a model, or a dump"),
         (("--dump", "nowhere.jsonl"), "no such file"),
         (("--dump", "{file}", "--patch", "p.yaml"), "are about a model"),
         (("--dump", "{file}", "--step", "99"), "the dump has no rows"),
         (("--dump", "{file}", "--format", "nope"), "no format is called"),
         (("--dump", "{file}", "--model", "{folder}"), "config.json"),
+        (("--dump", "{file}", "--max-tokens", "8"), "--max-tokens is about a live engine"),
+        (("example:qwen3", "--anyway"), "--anyway is about a dump"),
+        (("{file}",), "files go behind --dump"),
+        (("example:qwen3", "example:llama", "--out", "{folder}"), "gap takes one model"),
+        (("example:qwen3",), "needs a folder"),
     ],
 )
 def test_bad_input_is_exit_code_2(arguments: tuple[str, ...], words: str, tmp_path: Path) -> None:
@@ -89,6 +94,12 @@ def test_bad_input_is_exit_code_2(arguments: tuple[str, ...], words: str, tmp_pa
     result = run(*(a.format(file=file, folder=tmp_path) for a in arguments))
     assert result.code == 2, result.out + result.err
     assert words in result.err
+
+
+def test_the_old_name_of_the_command_still_works_and_is_not_listed() -> None:
+    old = CliRunner().invoke(app, ["verify", "example:qwen3"])
+    assert (old.exit_code, "needs a folder" in old.stderr) == (2, True)
+    assert "verify" not in CliRunner().invoke(app, ["--help"]).stdout
 
 
 def test_help_shows_an_example() -> None:

@@ -1,4 +1,4 @@
-"""Tables of `verify` at the width of a terminal."""
+"""Tables of `gap` at the width of a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`graphalign verify` on the real engine."""
+"""`graphalign gap` on the real engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.vllm
 
 
 def run(out: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "graphalign", "verify", "example:qwen3", "--out", str(out), *map(str, arguments)]
+    command = [sys.executable, "-m", "graphalign", "gap", "example:qwen3", "--out", str(out), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
@@ -21,7 +21,7 @@ def test_the_gap_of_a_small_qwen3(tmp_path: Path) -> None:
     asked = ("--limit", 8, "--max-tokens", 24, "--seeds", "1,2", "--resamples", 500)
     first = run(tmp_path, *asked)
     assert first.returncode == 0, first.stderr[-3000:]
-    report = json.loads((tmp_path / "verify.json").read_text())
+    report = json.loads((tmp_path / "gap.json").read_text())
     assert report["tokens"] == 8 * 24 * 2
     by_name = {v["name"]: v for v in report["variants"]}
     groups = by_name["everything"]["groups"]
@@ -44,12 +44,12 @@ def test_the_gap_of_a_small_qwen3(tmp_path: Path) -> None:
     assert set(residue["gemm_rows"]) == {"1", "8", "16"}
     assert set(report["drift"]) == {"stock", "everything"}
     assert all(report["drift"]["everything"][k] < report["drift"]["stock"][k] for k in report["drift"]["stock"])
-    page = (tmp_path / "verify.html").read_text()
+    page = (tmp_path / "gap.html").read_text()
     assert "http://" not in page.replace("http://www.w3.org", "").replace("http-equiv", "")
     assert "k3 against stock, seed by seed" in first.stdout
     again = run(tmp_path, *asked)
     assert again.returncode == 0, again.stderr[-3000:]
     assert "reuse engine.rollouts.json.gz" in again.stderr
     assert "variants were taken from an earlier run" in again.stdout
-    repeated = json.loads((tmp_path / "verify.json").read_text())
+    repeated = json.loads((tmp_path / "gap.json").read_text())
     assert repeated["variants"] == report["variants"]
