@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import io
 import json
 import os
 import re
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
@@ -103,6 +105,10 @@ class Stages:
         if self._bars and self._task is not None and fraction is not None:
             self._bars.update(self._task, total=1.0, completed=min(max(fraction, 0.0), 1.0))
 
+    def warn(self, text: str) -> None:
+        """Say what changes no result."""
+        warn(text)
+
     def _due(self, fraction: float) -> bool:
         """Off a terminal, a stage that takes long says how far it is, every `QUIET` seconds."""
         now = time.monotonic()
@@ -122,6 +128,16 @@ class Stages:
         if self.job:
             self.seconds[self.job] = self.seconds.get(self.job, 0.0) + time.monotonic() - self._started
         self.job = ""
+
+
+class Silent(Stages):
+    """Takes the time of jobs and shows nothing; warnings are Python's."""
+
+    def __init__(self) -> None:
+        super().__init__(Console(file=io.StringIO()))
+
+    def warn(self, text: str) -> None:
+        warnings.warn(text, stacklevel=3)
 
 
 def show_error(error: GraphalignError) -> None:

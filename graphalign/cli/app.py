@@ -20,11 +20,9 @@ from graphalign import console
 from graphalign.errors import GraphalignError
 
 if TYPE_CHECKING:
-    from graphalign.ir.inference import InferenceGraph
-    from graphalign.ir.training import TrainingGraph
     from graphalign.sites.report import Report
 
-BUG, SEMANTIC, PARTIAL, INTERRUPTED, TERMINATED = 1, 3, 7, 130, 143
+BUG, PARTIAL, INTERRUPTED, TERMINATED = 1, 7, 130, 143
 ORDER = (
     "find", "capture", "diff", "why", "show", "render", "patch", "apply", "check", "source", "schema", "drift", "compare", "targets",
     "gap", "clusters", "rules",
@@ -179,6 +177,7 @@ def diff(
     from graphalign.ir.inference import InferenceGraph
     from graphalign.ir.training import TrainingGraph
     from graphalign.rules import rules_dir
+    from graphalign.sites.find import diff as find_sites
 
     rules = rules_dir(rules)
     console.require_output(output)
@@ -188,7 +187,7 @@ def diff(
             read_json(inference, InferenceGraph, kind="inference capture"),
             read_json(training, TrainingGraph, kind="training capture"),
         )
-        report = run_diff(stages, *sides, rules)
+        report = find_sites(*sides, rules=rules, progress=stages)
         write_json(output, report, indent=1)
     show_report(report, output)
     finish(report)
@@ -232,14 +231,6 @@ def show(file: Annotated[Path, typer.Argument(metavar="FILE", help="A capture, a
     render_file(file, console.output())
 
 
-def run_diff(stages: console.Stages, inference: InferenceGraph, training: TrainingGraph, rules: Path) -> Report:
-    if stages.job != "diff":
-        stages.start("diff")
-    from graphalign.sites.find import diff as find_sites
-
-    return find_sites(inference, training, rules=rules, progress=stages)
-
-
 def show_report(report: Report, path: Path) -> None:
     from graphalign.render.sites_table import render_table
 
@@ -250,14 +241,17 @@ def show_report(report: Report, path: Path) -> None:
 
 def finish(report: Report) -> None:
     """Exit with 3 if the two sides compute different functions, with 7 if a part of the model was not compared."""
-    if report.semantic:
+    from graphalign.pipeline.find import Outcome
+
+    outcome = Outcome.of(report)
+    if outcome is Outcome.DONE:
+        return
+    if outcome is Outcome.SEMANTIC:
         places = f"{len(report.semantic)} place{'s' if len(report.semantic) > 1 else ''}"
         text = (
             f"[bold red]the two sides compute different functions[/] in {places}: no patch of roundings can make them agree; see `semantic`"
         )
-        console.messages().print(text, highlight=False, soft_wrap=True)
-        raise typer.Exit(SEMANTIC)
-    if report.uncompared:
+    else:
         text = "[bold yellow]part of the model was not compared[/]: what was found is of the rest; see `uncompared` in the sites file"
-        console.messages().print(text, highlight=False, soft_wrap=True)
-        raise typer.Exit(PARTIAL)
+    console.messages().print(text, highlight=False, soft_wrap=True)
+    raise typer.Exit(outcome)

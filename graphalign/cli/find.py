@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated
 
 import typer
 
@@ -27,123 +26,11 @@ from graphalign.cli.app import (
     TrustRemoteCode,
     VllmPython,
     Weights,
-    WeightsChoice,
     app,
     capture,
     finish,
-    run_diff,
     show_report,
 )
-from graphalign.errors import BadInputError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import nn
-
-    from graphalign.ir.inference import InferenceGraph
-    from graphalign.ir.training import TrainingGraph
-    from graphalign.sites.report import Report
-
-
-@dataclass(frozen=True, kw_only=True)
-class Engine:
-    """The inference side that a command asks for; fields are those of `capture_inference`."""
-
-    model: str
-    python: Path | None
-    engine_args: dict[str, Any]
-    layers: int | None
-    weights: WeightsChoice | None
-    timeout: float
-    target: str
-    entry: Literal["llm", "server"]
-    keep_kernels: Path | None = None
-    trust: bool = False
-    trainer: str = ""
-    """Dtype of the trainer's parameters; empty if it is not known, or there is no trainer."""
-
-    def capture(self, out: Path, stages: console.Stages) -> InferenceGraph:
-        """Start the engine, and write its capture to `out`."""
-        stages.start("inference")("find the model")
-        from graphalign.capture.inference import capture_inference
-        from graphalign.engines.dtypes import words
-        from graphalign.engines.examples import resolve_model
-        from graphalign.engines.quantised import refuse_quantised
-
-        folder = resolve_model(self.model)
-        refuse_quantised(folder, self.engine_args)  # before it is said that both sides run in BF16
-        if said := words(folder, trainer=self.trainer):
-            console.warn(said)
-        return capture_inference(
-            folder,
-            out,
-            python=self.python,
-            engine_args=self.engine_args,
-            layers=self.layers,
-            weights=self.weights,
-            timeout=self.timeout,
-            progress=stages,
-            target=self.target,
-            entry=self.entry,
-            keep_kernels=self.keep_kernels,
-            trust_remote_code=self.trust,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trainer:
-    """The training side that a command asks for; fields are those of `capture_training`."""
-
-    model: str
-    factory: str | None
-    layers: int | None
-    dtype: str
-    autocast: str
-    attention: str
-    weights: WeightsChoice | None
-    logprobs: str
-    trust: bool = False
-    python: Path | None = None
-    target: str = "cpu"
-    alone: bool = False
-    """Whether no engine is started beside it, which says what the model's own dtype is."""
-
-    def capture(
-        self,
-        stages: console.Stages,
-        *,
-        tokens: int | None = None,
-        reach: int | None = None,
-        then: Callable[[nn.Module], None] | None = None,
-    ) -> TrainingGraph:
-        """Record one forward of so many tokens, spread over `reach` positions; `then` is called with the model afterwards."""
-        stages.start("training")("find the model")
-        from graphalign.capture.training import capture_training
-        from graphalign.engines.dtypes import words
-        from graphalign.engines.examples import resolve_model
-
-        folder = resolve_model(self.model)
-        if self.alone and self.factory is None and (said := words(folder, engine=False, trainer=self.dtype)):
-            console.warn(said)
-        arguments: dict[str, Any] = {
-            "factory": self.factory,
-            "layers": self.layers,
-            "dtype": self.dtype,
-            "autocast": None if self.autocast == "none" else self.autocast,
-            "autocast_device": None if self.target == "cpu" else "cuda",
-            "attention": self.attention,
-            "weights": "checkpoint" if self.weights == "real" else self.weights,
-            "logprobs": self.logprobs,
-            "reach": reach,
-            "trust_remote_code": self.trust,
-            **({} if tokens is None else {"tokens": tokens}),
-        }
-        if self.python is not None:
-            from graphalign.capture.elsewhere import capture_training_with
-
-            return capture_training_with(self.python, {"model": folder, **arguments}, progress=stages)
-        return capture_training(folder, progress=stages, then=then, **arguments)
 
 
 @app.command()
@@ -192,49 +79,23 @@ def find(
 
       graphalign find ./my-model --out out/v31 --vllm-python /envs/vllm-0.31/bin/python --baseline patch.yaml
     """
-    from graphalign.align.positions import reach_of
-    from graphalign.cli.clusters import Probe
     from graphalign.cli.drift import MOVED, end_find, read_baseline
-    from graphalign.cli.render import write_report
-    from graphalign.cli.targets import check_map
-    from graphalign.dataflow.ranges import tokens_to_record
-    from graphalign.ir.files import write_json
-    from graphalign.rules import rules_dir
+    from graphalign.pipeline.find import find as run
 
-    factory, rules = console.check_factory(factory), rules_dir(rules)
-    arguments = console.with_ranks(console.parse_engine_args(engine_arg or ()), tensor_parallel)
-    console.require_folder(out)
+    arguments = console.parse_engine_args(engine_arg or ())
     old = read_baseline(baseline)
-    console.require_packages(*(() if vllm_python else ("vllm",)), "transformers")
-    _check_trainer(trainer_python)
-    kernels = out / "kernels" if target != "cpu" else None
-    engine = Engine(model=model, python=vllm_python, engine_args=arguments, layers=layers, weights=weights, timeout=timeout,
-                    target=target, entry=entry, keep_kernels=kernels, trust=trust_remote_code,
-                    trainer="" if factory else dtype)  # fmt: skip
-    trainer = Trainer(model=model, factory=factory, layers=layers, dtype=dtype, autocast=autocast, attention=attention, weights=weights,
-                      logprobs=logprobs, trust=trust_remote_code, python=trainer_python, target=target)  # fmt: skip
-    with console.Stages() as stages:
-        inference = engine.capture(out / "inference.json.gz", stages)
-        probe = Probe(model, weights, autocast, stages, trust_remote_code)
-        training = trainer.capture(stages, tokens=tokens_to_record(inference), reach=reach_of(inference, rules), then=probe)
-        write_json(out / "training.json.gz", training)
-        if trainer_python is not None:
-            probe.note = "clustering was not measured: the trainer's model is in another environment; run `graphalign clusters` there"
-        report = probe.rank(run_diff(stages, inference, training, rules))
-        if kernels is not None:
-            report = check_map(report, stages, inference, kernels, rules, vllm_python)
-        write_json(out / "sites.json", report, indent=1)
-        _write_patch(report, out)
-        if page:
-            stages("report", None)
-            if not_drawn := write_report(report, out / "report.html"):
-                console.warn(not_drawn)
-    show_report(report, out / "sites.json")
-    s = stages.seconds
+    stages = console.Stages()
+    found = run(
+        model, out, layers=layers, weights=weights, target=target, tensor_parallel=tensor_parallel, entry=entry, vllm_python=vllm_python,
+        engine_args=arguments, timeout=timeout, factory=factory, dtype=dtype, autocast=autocast, attention=attention, logprobs=logprobs,
+        trust_remote_code=trust_remote_code, rules=rules, page=page, stages=stages, trainer_python=trainer_python,
+    )  # fmt: skip
+    show_report(found.report, out / "sites.json")
+    s = found.seconds
     captures = f"inference {s['inference']:.1f}, training {s['training']:.1f}"
     print(f"capture {s['inference'] + s['training']:.1f} s ({captures}), then {s['diff']:.1f} s")
-    moved = end_find(report, rules, old, baseline)
-    finish(report)
+    moved = end_find(found.report, found.rules, old, baseline)
+    finish(found.report)
     if moved:
         raise typer.Exit(MOVED)
 
@@ -264,6 +125,8 @@ def capture_inference_command(
 
       graphalign capture inference example:qwen3 -o inf.json.gz --target h100 --keep-kernels kernels
     """
+    from graphalign.pipeline.sides import Engine
+
     arguments = console.with_ranks(console.parse_engine_args(engine_arg or ()), tensor_parallel)
     console.require_output(output)
     console.require_packages(*(() if vllm_python else ("vllm",)))
@@ -309,11 +172,12 @@ def capture_training_command(
     """
     from graphalign.engines.gpu.targets import find_target
     from graphalign.ir.files import write_json
+    from graphalign.pipeline.sides import Trainer, require_trainer
 
     factory = console.check_factory(factory)
     console.require_output(output)
     console.require_packages("transformers")
-    _check_trainer(trainer_python)
+    require_trainer(trainer_python)
     find_target(target)
     trainer = Trainer(model=model, factory=factory, layers=layers, dtype=dtype, autocast=autocast, attention=attention, weights=weights,
                       logprobs=logprobs, trust=trust_remote_code, python=trainer_python, target=target,
@@ -322,30 +186,3 @@ def capture_training_command(
         graph = trainer.capture(stages, tokens=tokens, reach=reach)
         write_json(output, graph)
     print(f"{output}: {len(graph.nodes)} ops from {len(graph.sources)} source expressions")
-
-
-def _check_trainer(python: Path | None) -> None:
-    """Refuse what is no interpreter before the engine starts."""
-    if python is not None:
-        from graphalign.capture.inference import interpreter
-
-        try:
-            interpreter(python)
-        except BadInputError as e:
-            hint = "give the bin/python of an environment with torch and Transformers"
-            raise BadInputError(e.what, where=f"--trainer-python {e.where}", hint=hint) from None
-
-
-def _write_patch(report: Report, out: Path) -> None:
-    """`patch.yaml` beside the sites; none where there is nothing to patch or the sides differ."""
-    path = out / "patch.yaml"
-    if report.semantic or not report.groups:
-        path.unlink(missing_ok=True)  # an older patch must not look like this run's
-        return
-    import hashlib
-
-    from graphalign.patch.make import make_spec
-    from graphalign.patch.spec import save
-
-    digests = {side: hashlib.sha256((out / f"{side}.json.gz").read_bytes()).hexdigest() for side in ("inference", "training")}
-    save(make_spec(report, captures=digests), path)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -13,20 +12,8 @@ from graphalign import console
 from graphalign.cli.app import PARTIAL, EngineArgs, Layers, Model, Rules, Timeout, TrustRemoteCode, VllmPython, app
 from graphalign.errors import BadInputError
 
-if TYPE_CHECKING:
-    from torch import nn
-
-    from graphalign.ir.training import TrainingGraph
-    from graphalign.patch.spec import PatchSpec
-
 NOT_PROVEN = 6
 """Exit code of `check` if an edit of the patch is wrong, or was not shown to be right."""
-PROMPT = tuple((17 * i + 5) % 997 for i in range(57))
-"""Token ids of the replay's prompt (taken modulo the vocabulary)."""
-
-WEIGHTS_IN_MEMORY = 4
-"""How often the weights lie in memory while a patch is proven: the trainer's, the engine's, and its packed GEMM operands."""
-WHY_SIMULATED = "the target is simulated, so there are no values of its engine"
 
 Names = Annotated[str, typer.Option(metavar="GROUPS", help="Group names, separated by commas.")]
 Spec = Annotated[Path, typer.Argument(metavar="PATCH", help="A spec, `patch.yaml`.")]
@@ -86,19 +73,21 @@ def apply_command(
       graphalign apply patch.yaml --model example:qwen3 --dry-run
     """
     from graphalign.patch.spec import load
+    from graphalign.pipeline.check import build
     from graphalign.rewrite.describe import describe
 
     loaded = load(spec)
     console.require_packages("transformers")
     with console.Stages() as stages:
         stages.start("apply")("build the model")
-        trainer = _build(model, loaded, layers, trust_remote_code, read_only=True)
+        trainer = build(model, loaded, layers, trust_remote_code, read_only=True)
         stages("apply", None)
         import graphalign
         from graphalign.capture.training import record_forward
 
         with graphalign.apply(trainer, loaded, allow_stale=allow_stale):
-            record_forward(trainer, autocast=loaded.regime.get("autocast"))
+            cast, device = loaded.regime.get("autocast"), loaded.regime.get("autocast_device")
+            record_forward(trainer, autocast=cast, autocast_device=device)
     print("\n".join(describe(loaded)))
     print(
         f"{loaded.edges} edges, all resolved and executed in one forward"
@@ -127,76 +116,17 @@ def check(
 
       graphalign check example:qwen3 --patch out/qwen3/patch.yaml
     """
-    from graphalign.align.positions import reach_of
-    from graphalign.capture.inference import capture_inference
-    from graphalign.capture.training import record_forward
-    from graphalign.dataflow.ranges import tokens_to_record
-    from graphalign.engines.dtypes import words
-    from graphalign.engines.examples import resolve_model
-    from graphalign.engines.model_folder import has_weights
-    from graphalign.engines.prompts import vocabulary_size
     from graphalign.ir.files import write_bytes
-    from graphalign.logprobs import DEFAULT
-    from graphalign.patch.spec import load, refuse_other_target
-    from graphalign.proof.prove import prove
-    from graphalign.proof.values import read_values
+    from graphalign.pipeline.check import check as run
     from graphalign.render.proof_table import render_proof
-    from graphalign.rules import rules_dir
 
-    spec, rules = load(patch_file), rules_dir(rules)
     arguments = console.parse_engine_args(engine_arg or ())
-    console.require_packages(*(() if vllm_python else ("vllm",)), "transformers")
     if output is not None:
         console.require_output(output)
-    with console.Stages() as stages, tempfile.TemporaryDirectory(prefix="graphalign-") as work:
-        stages.start("inference")("find the model")
-        folder, skipped = resolve_model(model), WHY_SIMULATED if spec.simulated else ""
-        if said := words(folder, trainer=str(spec.regime.get("param_dtype") or "")):
-            console.warn(said)
-        if not skipped and not has_weights(folder):
-            stages("make random weights for both sides", None)
-            skipped = _share_weights(folder, Path(work) / folder.name, spec, layers, trust_remote_code)
-            if not skipped:
-                model, folder, layers = str(Path(work) / folder.name), Path(work) / folder.name, None
-        real = not skipped
-        recorded, key = Path(work) / "values", str(spec.target.get("key", "cpu"))
-        vocabulary = vocabulary_size(folder)
-        tokens = [t % vocabulary for t in PROMPT]
-        inference = capture_inference(
-            folder,
-            Path(work) / "inference.json.gz",
-            python=vllm_python,
-            engine_args=arguments if key == "cpu" else {"tensor_parallel_size": spec.target.get("tp", 1), **arguments},
-            layers=layers,
-            timeout=timeout,
-            progress=stages,
-            values={"tokens": tokens, "out": recorded} if real else None,
-            target=key,
-            entry=spec.target.get("entry", "llm"),
-            logs=output.parent if output is not None else Path(),  # the work folder goes with its content
-            trust_remote_code=trust_remote_code,
-        )
-        refuse_other_target(spec, inference.header.target)
-        size, reach = tokens_to_record(inference) or 8, reach_of(inference, rules)
-        stages.start("check")("build the model")
-        trainer = _build(model, spec, layers, trust_remote_code)
-        regime = spec.regime
-
-        def capture(m: nn.Module) -> TrainingGraph:
-            cast, device = regime.get("autocast"), regime.get("autocast_device")
-            function = regime.get("logprobs", DEFAULT)
-            return record_forward(m, autocast=cast, autocast_device=device, logprobs=function, tokens=size, reach=reach)
-
-        proof = prove(
-            trainer,
-            spec,
-            inference,
-            capture,
-            read_values(recorded, inference) if real else None,
-            rules=rules,
-            skipped=skipped,
-            progress=stages,
-        )
+    proof = run(
+        model, patch_file, layers=layers, vllm_python=vllm_python, engine_args=arguments, timeout=timeout,
+        trust_remote_code=trust_remote_code, rules=rules, logs=output.parent if output is not None else Path(), stages=console.Stages(),
+    )  # fmt: skip
     render_proof(proof, console.output())
     if output is not None:
         figures = {
@@ -235,53 +165,6 @@ def schema(
     else:
         console.require_output(output)
         write_bytes(output, text.encode() + b"\n")
-
-
-def _build(model: str, spec: PatchSpec, layers: int | None, trust: bool = False, *, read_only: bool = False) -> Any:
-    from graphalign.engines.examples import resolve_model
-    from graphalign.engines.trainer import build_trainer
-
-    regime = spec.regime
-    return build_trainer(
-        resolve_model(model),
-        layers=layers,
-        dtype=str(regime.get("param_dtype") or "bfloat16"),
-        attention=str(regime.get("attention") or "sdpa"),
-        trust_remote_code=trust,
-        read_only=read_only,
-    )
-
-
-def _share_weights(folder: Path, out: Path, spec: PatchSpec, layers: int | None, trust: bool = False) -> str:
-    """Write a checkpoint of random weights for a model that has none, so that both sides have the same; why not, if there is no room."""
-    import shutil
-
-    from graphalign.engines.trainer import build_trainer, quiet
-
-    attention = str(spec.regime.get("attention") or "sdpa")
-    trainer = build_trainer(folder, layers=layers, attention=attention, trust_remote_code=trust)
-    size = sum(p.numel() * p.element_size() for p in trainer.parameters())
-    memory = _available_memory()
-    disk = shutil.disk_usage(out.parent).free
-    if WEIGHTS_IN_MEMORY * size > memory or size > disk:
-        return (
-            f"the model has no weights, and random ones of {size / 1e9:.1f} GB for both sides do not fit "
-            f"({memory / 1e9:.1f} GB of memory, {disk / 1e9:.1f} GB of disk are free; use fewer --layers)"
-        )
-    with quiet():
-        trainer.save_pretrained(out)  # type: ignore[operator]
-    return ""
-
-
-def _available_memory() -> int:
-    """Bytes that can be had without swapping, the page cache included where the system tells (Linux)."""
-    import os
-
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration, ValueError):
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _split(names: str) -> list[str]:

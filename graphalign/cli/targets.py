@@ -1,19 +1,15 @@
-"""The commands about targets, `graphalign targets | compare`; and what `find` does only for simulated ones."""
+"""The commands about targets: `graphalign targets | compare`."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.table import Table
 
 from graphalign import console
 from graphalign.cli.app import Rules, app
-
-if TYPE_CHECKING:
-    from graphalign.ir.inference import InferenceGraph
-    from graphalign.sites.report import Report
 
 
 @app.command("targets")
@@ -40,27 +36,6 @@ def targets_command(rules: Rules = None) -> None:
         major, minor = t.capability
         table.add_row(t.key, t.name, f"{major}.{minor}", str(t.processors), f"{t.memory:.0f} GiB", "simulated")
     console.output().print(table)
-
-
-def check_map(report: Report, stages: console.Stages, inference: InferenceGraph, kernels: Path, rules: Path, python: Path | None) -> Report:
-    """Check a simulated capture's rounding map against the generated kernels, and say so in the report.
-
-    Raises:
-        KernelMismatchError: they do not round where the map says.
-    """
-    from graphalign.capture.inference import interpreter
-    from graphalign.engines.kernel_check import TOLERANCE, check_kernels
-
-    stages.start("kernels")("interpret")
-    found = check_kernels(inference, kernels, rules, python=interpreter(python))
-    worst = max(k.differ["map"] for k in found.kernels)
-    said = (
-        f"{len(found.kernels)} generated kernels, run in Triton's interpreter, round where the captured map says"
-        f" (at most {worst:.3%} of a kernel's elements differ, by summation order; {TOLERANCE:.1%} is allowed)"
-    )
-    skipped = tuple(f"not checked against its kernel: {name}, {why}" for name, why in dict.fromkeys(found.skipped))
-    checked = {"kernels": len(found.kernels), "worst": worst, "skipped": len(found.skipped)}
-    return report.model_copy(update={"notes": (said, *skipped, *report.notes), "stats": {**report.stats, "kernels": checked}})
 
 
 @app.command("compare")

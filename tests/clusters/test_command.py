@@ -9,11 +9,12 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-import graphalign.cli.clusters as command
+import graphalign.cli.clusters  # noqa: F401  (registers the command)
 from graphalign.cli.app import app
 from graphalign.clusters.report import Clusters
 from graphalign.engines.text import read_sequences
 from graphalign.ir.files import read_json, write_json
+from graphalign.pipeline.clustering import Probe
 from tests.clusters.test_measure import report, site
 from tests.clusters.tiny import model
 
@@ -111,7 +112,7 @@ def test_bad_arguments_are_refused(folder: Path, tmp_path: Path) -> None:
 
 def test_the_probe_ranks_sites_and_names_its_prompt(folder: Path) -> None:
     stages: list[str] = []
-    probe = command.Probe(str(folder), None, "none", lambda stage, fraction: stages.append(stage))
+    probe = Probe(str(folder), None, "none", lambda stage, fraction: stages.append(stage))
     probe(model())
     assert probe.result is not None
     assert stages
@@ -123,11 +124,11 @@ def test_the_probe_ranks_sites_and_names_its_prompt(folder: Path) -> None:
 
 def test_the_probe_leaves_random_weights_alone_and_says_what_it_cannot_measure(folder: Path, bare: Path) -> None:
     for name, weights in ((folder, "dummy"), (bare, None), ("example:llama", None)):
-        probe = command.Probe(str(name), weights, "none", lambda stage, fraction: None)
+        probe = Probe(str(name), weights, "none", lambda stage, fraction: None)
         probe(model())
         assert probe.result is None
         assert probe.rank(report([])) == report([])
-    probe = command.Probe(str(folder), None, "none", lambda stage, fraction: None)
+    probe = Probe(str(folder), None, "none", lambda stage, fraction: None)
     import copy
 
     probe(copy.deepcopy(model()).float())

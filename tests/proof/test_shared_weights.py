@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import graphalign.cli.patch as cli_patch
-from graphalign.cli.patch import _share_weights
 from graphalign.engines.model_folder import has_weights
 from graphalign.engines.trainer import build_trainer
+from graphalign.pipeline import check
+from graphalign.pipeline.check import share_weights
 from tests.rewrite.tiny import config, recorded
 
 
@@ -24,7 +24,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_both_sides_get_the_same_weights(folder: Path, tmp_path: Path) -> None:
     assert not has_weights(folder)
-    assert _share_weights(folder, tmp_path / "made", recorded(), 2) == ""
+    assert share_weights(folder, tmp_path / "made", recorded(), 2) == ""
     assert has_weights(tmp_path / "made")
     one, two = build_trainer(tmp_path / "made"), build_trainer(tmp_path / "made")
     assert len(one.model.layers) == 2
@@ -35,10 +35,10 @@ def test_both_sides_get_the_same_weights(folder: Path, tmp_path: Path) -> None:
 
 def test_what_does_not_fit_is_said_with_its_size(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-    why = _share_weights(folder, tmp_path / "made", recorded(), None)
+    why = share_weights(folder, tmp_path / "made", recorded(), None)
     assert "do not fit" in why
     assert "fewer --layers" in why
     assert not (tmp_path / "made").exists()
     monkeypatch.undo()
-    monkeypatch.setattr(cli_patch, "_available_memory", lambda: 10)
-    assert "do not fit" in _share_weights(folder, tmp_path / "made", recorded(), None)
+    monkeypatch.setattr(check, "available_memory", lambda: 10)
+    assert "do not fit" in share_weights(folder, tmp_path / "made", recorded(), None)

@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 import graphalign.cli.render
+import graphalign.render.files
 from graphalign.cli.app import app
 from graphalign.ir.files import write_json
 from graphalign.render import dot, wheel
@@ -42,7 +43,7 @@ def no_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_broken_dot_is_named_and_the_page_is_written(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_wheel: None) -> None:
     script, words = BROKEN[kind]
     install(tmp_path, script, monkeypatch)
-    said = graphalign.cli.render.write_report(report("qwen3"), tmp_path / "report.html")
+    said = graphalign.render.files.write_report(report("qwen3"), tmp_path / "report.html")
     assert words in said
     assert "has no diagrams" in said
     page = (tmp_path / "report.html").read_text()

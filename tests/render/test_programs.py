@@ -15,6 +15,7 @@ from matplotlib.ft2font import FT2Font
 from typer.testing import CliRunner
 
 import graphalign.cli.render
+import graphalign.render.files
 from graphalign.cli.app import app
 from graphalign.ir.files import write_json
 from graphalign.render import dot, wheel
@@ -119,7 +120,7 @@ def test_the_measure_can_fail(bare: None, monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_broken_dot_is_passed_over(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, BROKEN[kind][0], monkeypatch)
     assert len(dot.programs()) == 2
-    assert graphalign.cli.render.write_report(report("qwen3"), tmp_path / "report.html") == ""
+    assert graphalign.render.files.write_report(report("qwen3"), tmp_path / "report.html") == ""
     assert (tmp_path / "report.html").read_text().count("<svg tabindex") > 5
 
 
