@@ -4,12 +4,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["GapDriftWarning", "GapInputError", "GapMonitor", "Outcome", "Patched", "Result", "apply", "find", "undo"]
+__all__ = ["GapDriftWarning", "GapInputError", "GapMonitor", "Outcome", "Patched", "Result", "apply", "find", "load_graph", "undo"]
 
 if TYPE_CHECKING:
     from graphalign.errors import GapInputError
     from graphalign.monitor import GapDriftWarning, GapMonitor
     from graphalign.pipeline.find import Outcome, Result, find
+    from graphalign.pipeline.load import load_graph
     from graphalign.rewrite.apply import Patched, apply, undo
 
 _HOME = {
@@ -21,6 +22,7 @@ _HOME = {
     "Result": "pipeline.find",
     "apply": "rewrite.apply",
     "find": "pipeline.find",
+    "load_graph": "pipeline.load",
     "undo": "rewrite.apply",
 }
 """Modules by what they export; each is imported when it is asked for, because most of them load torch."""

@@ -282,17 +282,7 @@ def _computed_from(flow: Dataflow, op: int, goal: set[int]) -> bool:
     if not goal:
         return False
     floor = min(goal)
-    seen: set[int] = set()
-    todo = [r.producer for operand in flow.ops[op].operands for r in operand]
-    while todo:
-        i = todo.pop()
-        if i in goal:
-            return True
-        if i < floor or i in seen or flow.ops[i].kind != "op":
-            continue
-        seen.add(i)
-        todo += [r.producer for operand in flow.ops[i].operands for r in operand]
-    return False
+    return any(i in goal for i in flow.above(flow.read_by(op), lambda i: i > floor and flow.is_op(i)))
 
 
 def _match_operands(out: Alignment, run_t: run_training.Run, run_i: run_inference.Run, join: Join) -> None:

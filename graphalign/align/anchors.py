@@ -131,14 +131,6 @@ def _attention(op: Op, shape: tuple[int, ...], engine: Attention, longest: Any, 
 
 def downstream(al: Alignment, starts: set[int]) -> set[int]:
     """Training ops behind some ops or anchors, up to the next anchors and residual sums, these included."""
-    consumers = al.training.consumers()
-    seen: set[int] = set()
-    todo = [c for s in starts for c, _ in consumers.get(s, ())]
-    while todo:
-        i = todo.pop()
-        if i in seen:
-            continue
-        seen.add(i)
-        if al.training.ops[i].kind == "op" and i not in al.regions.sums:
-            todo += [c for c, _ in consumers.get(i, ())]
-    return seen
+    t = al.training
+    first = (c for s in starts for c in t.graph.succ[s])
+    return set(t.below(first, lambda i: t.is_op(i) and i not in al.regions.sums))

@@ -26,8 +26,7 @@ def trim(capture: TrainingGraph, inside: list[int], parameters: set[int], engine
         op: the engine's op.
     """
     made = {r.producer for operand in op.operands for r in operand}
-    consumers = engine.consumers()
-    if any(c != op.id for p in made for c, _ in consumers.get(p, ())):
+    if any(c != op.id for p in made for c, _ in engine.readers.get(p, ())):
         inside = _without_gate(capture, inside, parameters)
     if len(op.operands) == 1 and any(engine.ops[p].kind == "op" for p in made):
         inside = _without_factor(capture, inside, parameters)

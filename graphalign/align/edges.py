@@ -10,6 +10,7 @@ from graphalign.align.align import Alignment
 from graphalign.align.regions import tail_ops
 from graphalign.evaluate.aten import base
 from graphalign.ir.dataflow import Dataflow, Ref
+from graphalign.ir.graph import components
 from graphalign.ir.paths import layer_of
 
 PICKS = frozenset({"where", "masked_fill", "relu", "abs", "maximum", "minimum", "clamp", "clamp_min", "clamp_max"})
@@ -69,8 +70,8 @@ class _Comparer:
         self.operand_match = dict(al.outputs)
         self.tail = al.regions.tail
         self.ending = tail_ops(al.training)
-        self.consumers = self.t.consumers()
-        self.consumers_i = self.i.consumers()
+        self.consumers = self.t.readers
+        self.consumers_i = self.i.readers
 
     def run(self) -> Comparison:
         self.closed = self._closed_components()
@@ -169,7 +170,10 @@ class _Comparer:
         return [(i, list(range(len(self.i.ops[i].operands)))) for i in self.al.partners.get(consumer, ())]
 
     def _paths(self, consumer: int, slots: list[int], starts: set[int]) -> list[Path]:
-        """Paths up from an inference op to any of `starts`, through ops that have no training partner."""
+        """Paths up from an inference op to any of `starts`, through ops that have no training partner.
+
+        By hand: what was rounded on the way is part of where the walk is, so that its nodes are no nodes of the graph.
+        """
         found: dict[Path, None] = {}
         todo: list[tuple[Ref, tuple[str, ...], tuple[str, ...]]] = [(r, (), ()) for s in slots for r in self.i.ops[consumer].operands[s]]
         seen: set[tuple[int, tuple[str, ...], tuple[str, ...]]] = set()
@@ -182,9 +186,8 @@ class _Comparer:
             if (ref.producer, ref.roundings, inner) in seen:
                 continue
             seen.add((ref.producer, ref.roundings, inner))
-            op = self.i.ops[ref.producer]
-            if op.kind == "op" and not self.al.reverse.get(op.id):
-                todo += [(r, inner + ref.roundings, via) for operand in op.operands for r in operand]
+            if self._lonely(ref.producer):
+                todo += [(r, inner + ref.roundings, via) for operand in self.i.ops[ref.producer].operands for r in operand]
         return list(found)
 
     def _settle_selections(self) -> None:
@@ -206,22 +209,8 @@ class _Comparer:
     def _closed_components(self) -> list[bool]:
         """Group training ops without partners; a group is closed if everything it feeds is aligned."""
         lonely = {op.id for op in self.t.ops if op.kind == "op" and op.id not in self.al.partners and op.id not in self.tail}
-        self.component: dict[int, int] = {}
-        self.members: list[list[int]] = []
-        for i in sorted(lonely):
-            if i in self.component:
-                continue
-            todo, group = [i], []
-            self.component[i] = len(self.members)
-            while todo:
-                x = todo.pop()
-                group.append(x)
-                near = [r.producer for o in self.t.ops[x].operands for r in o] + [c for c, _ in self.consumers.get(x, ())]
-                for y in near:
-                    if y in lonely and y not in self.component:
-                        self.component[y] = len(self.members)
-                        todo.append(y)
-            self.members.append(sorted(group))
+        self.members = components(lonely, self.t.graph.subgraph(lonely).edges())
+        self.component = {x: n for n, group in enumerate(self.members) for x in group}
         closed = []
         for group in self.members:
             outs = [(c, s) for x in group for c, s in self.consumers.get(x, ()) if c not in self.component]
@@ -275,6 +264,7 @@ class _Comparer:
         out: dict[tuple[bool, Path], None] = {}
         ends = [e for x in group for c, s in self.consumers.get(x, ()) if c not in self.component for e in self._ends(c, s)]
         for i, slots in ends:
+            # by hand, because the order is that of a report's evidence: the last operand first, and in depth
             todo = [(i, r) for s in slots for r in self.i.ops[i].operands[s]]
             seen: set[tuple[int, Ref]] = set()
             while todo:
@@ -282,12 +272,15 @@ class _Comparer:
                 if (at, ref) in seen:
                     continue
                 seen.add((at, ref))
-                op = self.i.ops[ref.producer]
-                lonely = op.kind == "op" and not self.al.reverse.get(op.id)
+                lonely = self._lonely(ref.producer)
                 out[lonely, Path(ref.producer, at, ref.roundings, (), ref.via)] = None
                 if lonely:
-                    todo += [(op.id, r) for operand in op.operands for r in operand]
+                    todo += [(ref.producer, r) for operand in self.i.ops[ref.producer].operands for r in operand]
         return list(out)
+
+    def _lonely(self, i: int) -> bool:
+        """Whether an inference op has no partner."""
+        return self.i.is_op(i) and not self.al.reverse.get(i)
 
     # -- the inference side's own ------------------------------------------------------------------------------------------
 

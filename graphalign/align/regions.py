@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from graphalign.dataflow.identity import anchor_name
 from graphalign.evaluate.aten import base
 from graphalign.ir.dataflow import Dataflow, Op, Operand
+from graphalign.ir.graph import components, met
 
 
 @dataclass(frozen=True)
@@ -45,20 +46,14 @@ def residual_sums(flow: Dataflow) -> frozenset[int]:
 
 def _adds(flow: Dataflow) -> tuple[set[int], set[int]]:
     """Additions of two values, and those of them that nothing but another addition reads."""
-    consumers = flow.consumers()
+    consumers = flow.readers
     adds = {op.id for op in flow.ops if op.kind == "op" and base(op.target) in ("add", "sub") and len(op.operands) == 2}
     return adds, {i for i in adds if len(consumers.get(i, ())) == 1 and consumers[i][0][0] in adds}
 
 
 def _partial_sums(flow: Dataflow, sums: frozenset[int]) -> frozenset[int]:
     _, inner = _adds(flow)
-    found: set[int] = set()
-    todo = list(sums)
-    while todo:
-        more = [r.producer for operand in flow.ops[todo.pop()].operands for r in operand if r.producer in inner]
-        found.update(more)
-        todo += more
-    return frozenset(found)
+    return frozenset(met(sums, lambda i: inner.intersection(flow.graph.pred[i]), len(flow.ops))) & inner
 
 
 def _leaves(flow: Dataflow, op: int, inner: set[int]) -> list[Operand]:
@@ -78,19 +73,8 @@ def _reaches_through_anchor(flow: Dataflow, start: set[int], goal: set[int]) -> 
     if not goal:
         return False
     floor = min(goal)
-    seen: set[tuple[int, bool]] = set()
-    todo = [(s, False) for s in start]
-    while todo:
-        i, crossed = todo.pop()
-        if (i, crossed) in seen or i < floor:
-            continue
-        seen.add((i, crossed))
-        op = flow.ops[i]
-        if i in goal and crossed:
-            return True
-        crossed = crossed or op.kind == "anchor"
-        todo += [(r.producer, crossed) for operand in op.operands for r in operand]
-    return False
+    crossed = (i for i in flow.above(start, lambda i: i > floor) if flow.ops[i].kind == "anchor")
+    return any(i in goal for i in flow.above((p for i in crossed for p in flow.graph.pred[i]), lambda i: i > floor))
 
 
 def stream_terms(flow: Dataflow, regions: Regions) -> dict[str, tuple[int, int]]:
@@ -130,27 +114,10 @@ def cut(flow: Dataflow, engine: Dataflow | None = None) -> Regions:
     tail = tail_ops(flow)
     if engine is not None and (any(op.target == "logprobs" for op in engine.ops) or _has_last_gemm(flow, tail, engine)):
         tail = frozenset()
-    parent = {op.id: op.id for op in flow.ops if op.kind == "op"}
-
-    def root(i: int) -> int:
-        while parent[i] != i:
-            parent[i] = parent[parent[i]]
-            i = parent[i]
-        return i
-
+    inside = [op.id for op in flow.ops if op.kind == "op"]
+    kept = ((p, c) for p, c in flow.graph.edges() if flow.is_op(p) and flow.is_op(c) and p not in sums)
+    region = {i: n for n, members in enumerate(components(inside, kept)) for i in members}
     readers: dict[int, set[int]] = {}
-    for op in flow.ops:
-        if op.kind != "op":
-            continue
-        for operand in op.operands:
-            for ref in operand:
-                p = flow.ops[ref.producer]
-                if p.kind == "op" and p.id not in sums:
-                    a, b = root(p.id), root(op.id)
-                    parent[max(a, b)] = min(a, b)
-    number: dict[int, int] = {}
-    of_op = {i: number.setdefault(root(i), len(number)) for i in parent}  # a root is its component's first op
-    region = dict(sorted(of_op.items(), key=lambda item: item[::-1]))
     outputs: dict[int, list[tuple[int, int]]] = {}
     for op in flow.ops:
         for slot, operand in enumerate(op.operands):
@@ -170,19 +137,9 @@ def _has_last_gemm(flow: Dataflow, tail: frozenset[int], engine: Dataflow) -> bo
 
 def tail_ops(flow: Dataflow) -> frozenset[int]:
     """Ops from the last GEMM to the logits: the final anchor that the output reads, and everything behind it."""
-    tail: set[int] = set()
-    todo = [op for op in flow.ops if op.kind == "output"]
-    seen: set[int] = set()
-    while todo:
-        op = todo.pop()
-        if op.id in seen:
-            continue
-        seen.add(op.id)
-        tail.add(op.id)
-        if op.kind == "anchor" and op.target != "logprobs":
-            continue
-        todo += [flow.ops[r.producer] for operand in op.operands for r in operand if flow.ops[r.producer].kind in ("op", "anchor")]
-    return frozenset(tail)
+    outputs = [op.id for op in flow.ops if op.kind == "output"]
+    above = flow.above(outputs, lambda i: flow.ops[i].kind != "anchor" or flow.ops[i].target == "logprobs")
+    return frozenset(i for i in above if flow.ops[i].kind in ("op", "anchor", "output"))
 
 
 def describe(op: Op) -> str:

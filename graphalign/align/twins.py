@@ -47,7 +47,7 @@ class _Uses:
 
     def __init__(self, flow: Dataflow, aligned: frozenset[int]) -> None:
         self.aligned = aligned
-        self.graph = nx.DiGraph((r.producer, op.id) for op in flow.ops for operand in op.operands for r in operand)
+        self.graph = flow.graph
         self.between = nx.DiGraph(self.graph.subgraph(set(self.graph) - aligned))
 
     def of(self, op: int) -> set[int]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from graphalign.ir.dataflow import Op, Operand
+from graphalign.ir.graph import met
 
 
 def anchor_name(key: tuple[Any, ...]) -> str:
@@ -24,22 +25,12 @@ def owner_of(checkpoints: list[str]) -> str:
     return ".".join(common[:-1] if common and len(common) == min(len(p) for p in paths) else common)
 
 
-def nearest_anchors(ops: list[Op], operands: Iterable[Operand]) -> tuple[str, ...]:
+def nearest_anchors(ops: Sequence[Op], operands: Iterable[Operand]) -> tuple[str, ...]:
     """Names of the anchors first met on the way up from `operands`, sorted.
 
     A merged GEMM stands for all its checkpoint tensors, so the name is the same whether or not a side merges them.
     """
-    found: set[str] = set()
-    seen: set[int] = set()
-    todo = [r.producer for o in operands for r in o]
-    while todo:
-        i = todo.pop()
-        if i in seen:
-            continue
-        seen.add(i)
-        op = ops[i]
-        if op.kind == "anchor":
-            found.update(str(k) for k in op.key[1:-1]) if op.target == "gemm" else found.add(str(op.key))
-        elif op.kind == "op":
-            todo += [r.producer for o in op.operands for r in o]
-    return tuple(sorted(found))
+    starts = [r.producer for o in operands for r in o]
+    above = met(starts, lambda i: [r.producer for o in ops[i].operands for r in o] if ops[i].kind == "op" else (), len(ops))
+    anchors = [op for i in above if (op := ops[i]).kind == "anchor"]
+    return tuple(sorted({str(k) for op in anchors for k in (op.key[1:-1] if op.target == "gemm" else (op.key,))}))

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from graphalign.dataflow.opaque import OpaqueOp
 from graphalign.ir.args import references
 from graphalign.ir.dataflow import Op, Operand
+from graphalign.ir.graph import met
 from graphalign.ir.inference import VALUE, Node, Parameter
 
 if TYPE_CHECKING:
@@ -70,15 +71,7 @@ class Partial:
         kinds = Counter(names.get(op.target if op.kind == "anchor" else op.kind, "other value") for op in parts)
         listed = " and ".join(f"{n} {kind}{'s' if n > 1 else ''}" for kind, n in sorted(kinds.items()))
         notes = [f"residue, not compared: all_reduce adds the ranks' parts of {listed}, each rounded when it is stored"] if listed else []
-        lost: set[int] = set()
-        todo = list(self.entered)
-        while todo:
-            op = ops[todo.pop()]
-            if op.id in lost:
-                continue
-            lost.add(op.id)
-            if op.kind == "op":
-                todo += [r.producer for operand in op.operands for r in operand]
+        lost = met(self.entered, lambda i: [r.producer for o in ops[i].operands for r in o] if ops[i].kind == "op" else (), len(ops))
         found = [ops[i] for i in sorted(lost) if ops[i].kind == "anchor"]
         for op in found:
             ops[op.id] = replace(op, target=PART, key=(PART, *op.key))

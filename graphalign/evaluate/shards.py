@@ -158,7 +158,7 @@ def _heads(op: Op, flow: Dataflow, counts: Iterable[int], outputs: Mapping[str, 
            ) -> tuple[Part, ...]:  # fmt: skip
     """The rank's heads of an attention's query, key and value, from the parts of the GEMMs above them; empty if it has all."""
     where, counts = op.module or op.name, list(counts)
-    above = [nearest_anchors(list(flow.ops), [op.operands[slot]]) for slot in range(len(counts))]
+    above = [nearest_anchors(flow.ops, [op.operands[slot]]) for slot in range(len(counts))]
     merged = above[0] if above[0] == above[1] == above[2] and len(above[0]) == 1 else ()  # heads of query, key, value, side by side
     parts: list[Part] = []
     for slot, count in enumerate(counts):

@@ -6,9 +6,14 @@ through. A producer's elements reach a consumer's operand along one or more edge
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
+
+import networkx as nx
+
+from graphalign.ir.graph import met
 
 LOW_PRECISION = frozenset({"bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"})
 """Formats below FP32: storing into one of them is a rounding."""
@@ -84,14 +89,43 @@ class Dataflow:
     ops: tuple[Op, ...]
     notes: tuple[str, ...] = ()
 
-    def consumers(self) -> dict[int, list[tuple[int, int]]]:
-        """Producer index to the (consumer index, operand slot) pairs that read it."""
-        out: dict[int, list[tuple[int, int]]] = {}
-        for op in self.ops:
-            for slot, operand in enumerate(op.operands):
-                for ref in operand:
-                    out.setdefault(ref.producer, []).append((op.id, slot))
-        return out
+    @cached_property
+    def graph(self) -> nx.MultiDiGraph:
+        """The ops by index (attribute `op`), and an edge for each way of a producer's elements into a consumer's operand.
+
+        An edge's key is (operand slot, number in the operand), its attribute `ref` the `Ref` with the roundings on the way.
+        """
+        graph = nx.MultiDiGraph()
+        graph.add_nodes_from((op.id, {"op": op}) for op in self.ops)
+        graph.add_edges_from(
+            (ref.producer, op.id, (slot, part), {"ref": ref})
+            for op in self.ops for slot, operand in enumerate(op.operands) for part, ref in enumerate(operand)
+        )  # fmt: skip
+        return graph
+
+    @cached_property
+    def readers(self) -> dict[int, list[tuple[int, int]]]:
+        """Producer index to the (consumer index, operand slot) pairs that read it, ascending."""
+        return {i: [(c, slot) for _, c, (slot, _) in self.graph.out_edges(i, keys=True)] for i, n in self.graph.out_degree if n}
+
+    def above(self, starts: Iterable[int], through: Callable[[int], bool]) -> Iterator[int]:
+        """Ops met on the way up from `starts`, these included; beyond an op only where `through` holds of it. Lazy, breadth first."""
+        up = self.graph.pred
+        return met(starts, lambda i: up[i] if through(i) else (), len(self.ops))
+
+    def below(self, starts: Iterable[int], through: Callable[[int], bool]) -> Iterator[int]:
+        """The same on the way down."""
+        down = self.graph.succ
+        return met(starts, lambda i: down[i] if through(i) else (), len(self.ops))
+
+    def is_op(self, i: int) -> bool:
+        """Whether it is an op: no anchor, parameter, table, input or output."""
+        return self.ops[i].kind == "op"
+
+    def read_by(self, i: int, slots: Iterable[int] | None = None) -> list[int]:
+        """Producers of an op's operands, or of some of them, in order, as often as they are read."""
+        operands = self.ops[i].operands
+        return [r.producer for o in (operands if slots is None else (operands[s] for s in slots)) for r in o]
 
     def text(self) -> str:
         """One op per line: name, target, operands with their roundings."""

@@ -44,7 +44,7 @@ def draw(
         layer = layer_of(al.training.ops[key[0]].module)
         for group in (site.rpartition(".")[0], ""):
             by[group][layer].append(judged.findings[key])
-    readers = al.training.consumers()
+    readers = al.training.readers
     panels: list[Panel] = []
     omitted: list[Omitted] = []
     for group in sorted(by, key=lambda g: (not g, g)):
@@ -177,14 +177,13 @@ def _excerpts(al: Alignment, judged: Judged) -> Iterable[Excerpt]:
 
 def _on_path(al: Alignment, path: Path) -> list[int]:
     """Ops from a path's producer to its consumer, in execution order."""
-    out, todo = {path.producer, path.consumer}, [path.consumer]
-    while todo:
-        for operand in al.inference.ops[todo.pop()].operands:
-            for ref in operand:
-                if ref.producer > path.producer and ref.producer not in out and not al.reverse.get(ref.producer):
-                    out.add(ref.producer)
-                    todo.append(ref.producer)
-    return sorted(out)
+    i = al.inference
+
+    def alone(op: int) -> bool:
+        return op > path.producer and not al.reverse.get(op)
+
+    between = i.above(i.read_by(path.consumer), alone)
+    return sorted({path.producer, path.consumer, *filter(alone, between)})
 
 
 def _line(al: Alignment, i: int) -> str:

@@ -79,18 +79,9 @@ def find_random(ops: Sequence[Op], refs: Mapping[int, Operand], drawn: tuple[Dra
 
 def explained(al: Alignment, key: tuple[int, int], bad: set[tuple[int, int]]) -> bool:
     """Whether one of the edges `bad` is above an anchor's operand, within its region."""
-    seen: set[int] = set()
-    todo = [key]
-    while todo:
-        consumer, slot = todo.pop()
-        if (consumer, slot) in bad:
-            return True
-        for ref in al.training.ops[consumer].operands[slot]:
-            p = al.training.ops[ref.producer]
-            if p.kind == "op" and p.id not in seen:
-                seen.add(p.id)
-                todo += [(p.id, s) for s in range(len(p.operands))]
-    return False
+    t = al.training
+    wrong = {consumer for consumer, _ in bad}
+    return key in bad or any(i in wrong for i in t.above(t.read_by(key[0], [key[1]]), t.is_op) if t.is_op(i))
 
 
 def find_misplaced(al: Alignment, result: Check, found: Divergence, explained: Callable[[tuple[int, int]], bool]) -> Divergence:
@@ -180,21 +171,12 @@ class _Finder:
             names = sorted({self.i.ops[i].target for i in self.lost})
             return f"no inference op matches this anchor; the engine has ops whose inside is not known: {', '.join(names[:3])}"
         for i in partners:
-            op = self.i.ops[i]
-            seen: set[int] = set()
-            todo = [r.producer for s in op.operands[slot : slot + 1] for r in s]
-            while todo:
-                x = todo.pop()
-                if x in seen:
-                    continue
-                seen.add(x)
+            for x in self.i.above(self.i.read_by(i, range(slot, min(slot + 1, len(self.i.ops[i].operands)))), self.i.is_op):
                 y = self.i.ops[x]
                 if x in self.lost:
                     return f"the engine's value comes from {y.target} ({y.name}), which has no partner: an opaque op"
                 if (why := self.al.unsupported.get(("inference", x))) is not None:
                     return f"the engine's value comes from {y.name}, which could not be evaluated: {why.splitlines()[0]}"
-                if y.kind == "op":
-                    todo += [r.producer for o in y.operands for r in o]
         return None
 
     def _first(self, anchor: int, slot: int, why: str) -> tuple[Op, str | None]:
@@ -202,8 +184,8 @@ class _Finder:
         op = self.t.ops[anchor]
         if why == "no inference op matches this anchor":
             return op, f"{op.target} has no counterpart in the inference graph"
-        above = self._above([r.producer for r in op.operands[slot]])
-        routing = [r.producer for o in op.operands for r in o] if op.target == "composite" else []
+        above = self._above(self.t.read_by(anchor, [slot]))
+        routing = self.t.read_by(anchor) if op.target == "composite" else []
         for i in sorted(above | self._above(routing)):  # experts are chosen by one operand and weighed by another
             x = self.t.ops[i]
             if (unread := self._unread(x)) is not None:
@@ -222,17 +204,10 @@ class _Finder:
             return op, None
         return op, f"operand {slot}: {why}"
 
-    def _above(self, todo: list[int]) -> set[int]:
+    def _above(self, starts: list[int]) -> set[int]:
         """Training ops on the way up from some, these included, up to anchors and aligned residual sums."""
-        above: set[int] = set()
-        while todo:
-            i = todo.pop()
-            if i in above or self.t.ops[i].kind != "op":
-                continue
-            above.add(i)
-            if i not in self.al.regions.sums or i not in self.al.partners:
-                todo += [r.producer for o in self.t.ops[i].operands for r in o]
-        return above
+        aligned_sums = self.al.regions.sums & self.al.partners.keys()
+        return set(filter(self.t.is_op, self.t.above(starts, lambda i: self.t.is_op(i) and i not in aligned_sums)))
 
     def _unread(self, op: Op) -> str | None:
         """A parameter that an op reads and the engine's graph does not."""

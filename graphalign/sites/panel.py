@@ -16,6 +16,7 @@ from graphalign.align.edges import Finding
 from graphalign.evaluate.aten import base
 from graphalign.evaluate.parts import step_words
 from graphalign.ir.dataflow import Op
+from graphalign.ir.graph import components, met
 from graphalign.sites.drawing import Arrow, Panel, Vertex
 from graphalign.sites.ends import Ends, layer_of
 from graphalign.sites.judged import Judged, label, title
@@ -93,22 +94,9 @@ class Cut:
                 mine |= behind[p] | ({p} if p in self.focus else set())
             behind[x] = frozenset(mine)
         # Steps with the same sites above them make one vertex: folding any others together could make a cycle.
-        rest = sorted(self.members - self.focus)
-        parent = {x: x for x in rest}
-
-        def find(x: int) -> int:
-            while parent[x] != x:
-                x = parent[x]
-            return x
-
-        for x in rest:
-            for o in self.t.ops[x].operands:
-                for r in o:
-                    if r.producer in parent and behind[r.producer] == behind[x]:
-                        a, b = find(r.producer), find(x)
-                        parent[max(a, b)] = min(a, b)
-        for x in rest:
-            self.key_t[x] = ("steps", find(x))
+        rest = self.members - self.focus
+        alike = ((a, b) for a, b in self.t.graph.subgraph(rest).edges() if behind[a] == behind[b])
+        self.key_t |= {x: ("steps", same[0]) for same in components(rest, alike) for x in same}
 
     def _training_key(self, x: int) -> Key:
         return self.key_t.get(x, ("edge", x))
@@ -175,21 +163,12 @@ class Cut:
         return frozenset(x for x in self.al.reverse.get(i, ()) if x in self.members)
 
     def _draw_inference(self) -> None:
-        todo, placed = self._starts(), set()
-        reads: dict[int, set[int]] = defaultdict(set)
-        border = set()
-        while todo:
-            i = todo.pop()
-            if i in placed:
-                continue
-            placed.add(i)
-            op = self.i.ops[i]
-            if op.kind != "op" or (self.al.reverse.get(i) and not self._hits(i)):
-                border.add(i)
-                continue
-            for ref in (r for o in op.operands for r in o):
-                reads[ref.producer].add(i)
-                todo.append(ref.producer)
+        def inside(i: int) -> bool:
+            return self.i.is_op(i) and (not self.al.reverse.get(i) or bool(self._hits(i)))
+
+        placed = set(self.i.above(self._starts(), inside))
+        border = {i for i in placed if not inside(i)}
+        reads = {i: placed.difference(border).intersection(self.i.graph.succ[i]) for i in placed}
         self.key_i: dict[int, Key] = {}
         for i in sorted(placed, reverse=True):
             self.key_i[i] = self._inference_key(i, i in border, reads[i])
@@ -255,14 +234,11 @@ class Cut:
         """The reader and the vertices of the inference side only that lead to it."""
         if tail is None or head is None:
             return set()
-        out, todo = {head}, [head]
-        while todo:
-            at = todo.pop()
-            for a in self.above.get(at, ()):
-                if a not in out and isinstance(a, tuple) and a[0] == "own":
-                    out.add(a)
-                    todo.append(a)
-        return out
+
+        def own(at: Key) -> list[Key]:
+            return [a for a in self.above.get(at, ()) if isinstance(a, tuple) and a[0] == "own"]
+
+        return set(met([head], own, len(self.above)))
 
     def _mark_entry(self, f: Finding, verdict: str) -> None:
         """The inference edges that an edge that is no site was compared with."""
