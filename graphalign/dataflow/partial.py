@@ -1,4 +1,4 @@
-"""Sums that one rank of a tensor-parallel engine computes a part of, and the calls that combine ranks.
+"""Sums that one rank of a tensor-parallel engine computes a part of.
 
 A GEMM that sums over a part of its input features leaves one rank's part of its result; `all_reduce` adds the ranks' parts, each
 rounded when it was stored. In exact arithmetic that is the trainer's GEMM, so the anchor stands for the whole sum, and `all_reduce`
@@ -10,17 +10,12 @@ the whole result, and the rows of an embedding that other ranks hold come with i
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
 
-from graphalign.dataflow.opaque import OpaqueOp
-from graphalign.ir.args import references
 from graphalign.ir.dataflow import Op, Operand
 from graphalign.ir.graph import met
-from graphalign.ir.inference import VALUE, Node, Parameter
-
-if TYPE_CHECKING:
-    from graphalign.dataflow.trace_inference import Tracer
+from graphalign.ir.inference import VALUE, Buffer, Input, Parameter
 
 PART = "part of a sum"
 """What an anchor is whose part is read before it is summed."""
@@ -42,23 +37,18 @@ class Partial:
     handed_on: dict[tuple[int, str], Operand] = field(default_factory=dict)
     """(graph, node) of calls that hand on the whole of what they read, to that."""
 
-    def holds(self, tracer: Tracer, name: str) -> bool:
-        """Whether a buffer or input holds a part."""
+    def holds(self, inputs: Mapping[str, Input], buffers: Mapping[str, Buffer], name: str) -> bool:
+        """Whether a buffer or input of a graph holds a part."""
         seen: set[str] = set()
         while name not in seen:
             if name in self.buffers:
                 return True
             seen.add(name)
-            i, b = tracer.inputs.get(name), tracer.buffers.get(name)
+            i, b = inputs.get(name), buffers.get(name)
             if i is not None and i.source.startswith(VALUE):
                 return i.source.removeprefix(VALUE) in self.exported
             name = b.view_of if b is not None and b.view_of else name
         return False
-
-    def read(self, tracer: Tracer, g: int, name: str) -> None:
-        """Something reads a buffer as if it held whole values."""
-        if self.holds(tracer, name):
-            self.entered.update(r.producer for r in tracer.read(g, name))
 
     def settle(self, ops: list[Op]) -> list[str]:
         """Take the anchors whose parts do not become whole out of the comparison.
@@ -81,46 +71,3 @@ class Partial:
 def sums_a_part(parameters: list[Parameter]) -> bool:
     """Whether a GEMM or fused experts with these weights compute one rank's part of a sum."""
     return any(s.dim == SUMMED_OVER or bool(x.index) for p in parameters for x in p.segments for s in x.shards)
-
-
-def combine(tracer: Tracer, g: int, node: Node, rule: OpaqueOp) -> bool:
-    """Trace a call that combines ranks: what it reads is handed on.
-
-    Returns:
-        False if it reads something else than a part whose whole is known; it is opaque then.
-    """
-    args = dict(node.args)
-    partial = tracer.partial
-    if rule.kind == "embedding":
-        weight = next(iter(references(args.get(rule.weight), "b")), "")
-        written = list(references(args.get(rule.out), "b")) or list(node.outputs[:1])
-        parameter = tracer.parameters.get(tracer.inputs[weight].source) if weight in tracer.inputs else None
-        if parameter is None or not parameter.segments:
-            return False
-        refs = tracer.read(g, weight)
-        for o in written:
-            tracer.write(o, refs)
-            if any(s.shards for s in parameter.segments):
-                partial.buffers.add(o)
-    else:
-        source = next(iter(references(args.get(rule.input), "b")), "")
-        refs = tracer.read(g, source)
-        if rule.kind == "reduce":
-            if not partial.holds(tracer, source):
-                return False
-            partial.summed.update(r.producer for r in refs)
-        elif not _gathers(tracer, args, [tracer.ops[r.producer] for r in refs]):
-            return False
-        for o in node.outputs:
-            tracer.write(o, refs)
-    partial.handed_on[g, node.name] = refs
-    return True
-
-
-def _gathers(tracer: Tracer, args: dict[str, Any], producers: list[Op]) -> bool:
-    """Whether an `all_gather` makes one GEMM's output features whole."""
-    op = producers[0] if len(producers) == 1 else None
-    if op is None or op.target != "gemm" or args.get("dim") not in (-1, 1) or len(op.detail.get("segments", ())) != 1:
-        return False
-    op.detail["gathered"] = True
-    return True

@@ -9,20 +9,20 @@ Where a value is rounded (seen on torch 2.13, C++ and Triton backends):
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from graphalign.dataflow.externs import buffers_of, describe
-from graphalign.dataflow.identity import nearest_anchors
+from graphalign.dataflow.externs import describe
+from graphalign.dataflow.held import Held, merged
 from graphalign.dataflow.opaque import OpaqueOp
-from graphalign.dataflow.partial import Partial, combine, sums_a_part
+from graphalign.dataflow.partial import sums_a_part
+from graphalign.dataflow.ranks import combine
 from graphalign.errors import CaptureFileError, UnsupportedOpError
 from graphalign.evaluate import aten
 from graphalign.evaluate.copies import copied
-from graphalign.ir.args import references
-from graphalign.ir.dataflow import LOW_PRECISION, Dataflow, Op, Operand, Ref, selected_format
-from graphalign.ir.inference import TAIL, VALUE, Graph, InferenceGraph, Node, Parameter
+from graphalign.ir.args import buffers_of, references
+from graphalign.ir.dataflow import LOW_PRECISION, Dataflow, Operand, Ref
+from graphalign.ir.inference import TAIL, Graph, Node
 
 TRANSPARENT = frozenset({"neg", "identity", "to_dtype", "load", "store", "getitem", "masked"})
 """Targets that make no new value (a sign change commutes with rounding to nearest even)."""
@@ -45,29 +45,8 @@ class _Slot:
 
 
 @dataclass
-class Tracer:
+class Tracer(Held):
     """Builds the dataflow of one capture."""
-
-    capture: InferenceGraph
-    rules: dict[str, OpaqueOp]
-    ops: list[Op] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    ids: dict[tuple[int, str, str], int] = field(default_factory=dict)
-    """(graph, node, op of its body) to op index, for the evaluator."""
-    sources: dict[tuple[int, str], int] = field(default_factory=dict)
-    """(graph, input name) to op index."""
-    constant: set[tuple[int, str, str]] = field(default_factory=set)
-    """(graph, node, op of its body) of what depends on run-time inputs and tables only: the engine computes it in FP32."""
-    exact: dict[int, str] = field(default_factory=dict)
-    """Op index to the format its result is exact in already, see `selected_format`."""
-    exported: dict[str, Operand] = field(default_factory=dict)
-    """What graphs hand on to later graphs, by name."""
-    computed: dict[int, tuple[int, str]] = field(default_factory=dict)
-    """Op index of a table that a kernel computes to (graph, node)."""
-    copies: dict[tuple[int, str], str] = field(default_factory=dict)
-    """(graph, buffer) that holds a parameter, copied without a change, to the graph input that is the parameter."""
-    partial: Partial = field(default_factory=Partial)
-    _occurrences: dict[tuple[Any, ...], int] = field(default_factory=dict)
 
     def run(self) -> Dataflow:
         """Trace all graphs in order.
@@ -75,8 +54,6 @@ class Tracer:
         Raises:
             CaptureFileError: a kernel reads a buffer that nothing wrote, or refers to a body that is not there.
         """
-        self.parameters = {p.name: p for p in self.capture.parameters}
-        self.tables = {t.name for t in self.capture.tables}
         for g, graph in enumerate(self.capture.graphs):
             self._graph(g, graph)
         self.notes += self.partial.settle(self.ops)
@@ -84,19 +61,8 @@ class Tracer:
         flow.verify()
         return flow
 
-    def add(self, **kw: Any) -> Op:
-        op = Op(id=len(self.ops), **kw)
-        self.ops.append(op)
-        return op
-
     def _graph(self, g: int, graph: Graph) -> None:
-        self.buffers = {b.name: b for b in (*graph.passed(), *graph.buffers)}
-        self.inputs = {i.name: i for i in graph.inputs}
-        # refs and, once written to memory, their rounded form; views of a concat buffer feed the whole
-        self.register: dict[str, Operand] = {}
-        self.memory: dict[str, Operand] = {}
-        self.partial.buffers.clear()
-        self.g = g
+        self.enter(g, graph)
         for kernel in graph.kernels:
             for node in kernel.nodes:
                 if node.kind == "loop":
@@ -117,64 +83,8 @@ class Tracer:
                     self.add(name=f"output.{name}", kind="output", target="output", operands=(refs,), where=graph.name, key=(g, name))
         for e in graph.exports:
             self.exported[e.name] = self.read(g, str(e.tensor.get("b")))
-            if self.partial.holds(self, str(e.tensor.get("b"))):
+            if self.is_part(str(e.tensor.get("b"))):
                 self.partial.exported.add(e.name)
-
-    def take(self, g: int, name: str) -> Operand:
-        """`read`, by something that needs whole values."""
-        self.partial.read(self, g, name)
-        return self.read(g, name)
-
-    def read(self, g: int, name: str) -> Operand:
-        """Edges that a load of `name` from memory gives."""
-        if name in self.memory:
-            return self.memory[name]
-        if (i := self.inputs.get(name)) is not None:
-            if i.role in ("symbol", "layer"):
-                return ()
-            if i.source.startswith(VALUE):
-                return self.exported.get(i.source.removeprefix(VALUE), ())
-            return (Ref(self._source(g, name), (i.dtype,) if i.dtype in LOW_PRECISION else ()),)
-        buffer = self.buffers.get(name)
-        if buffer is not None and buffer.view_of is not None and buffer.view_of != name:
-            return self.read(g, buffer.view_of)
-        if buffer is not None:
-            return ()  # allocated, not written yet: an output argument
-        raise CaptureFileError(f"the capture reads {name}, which is neither an input nor a buffer", where=f"graph {g}")
-
-    def _source(self, g: int, name: str) -> int:
-        if (g, name) in self.sources:
-            return self.sources[g, name]
-        i = self.inputs[name]
-        p = self.parameters.get(i.source) if i.role == "parameter" else None
-        if p is not None and p.segments and p.learned:
-            kind, key = "parameter", tuple(s.checkpoint for s in p.segments)
-        elif p is not None and p.name in self.tables:
-            kind, key = "table", (p.name,)
-        else:
-            kind, key = "input", (i.source or name,)
-        op = self.add(name=f"{name}@{g}" if g else name, kind=kind, target=i.source or name, dtype=i.dtype or "float32", key=key)
-        self.sources[g, name] = op.id
-        return op.id
-
-    def write(self, name: str, refs: Operand) -> None:
-        """A store of edges into a buffer: rounded for readers of memory, kept as they are for registers."""
-        self.partial.buffers.discard(name)
-        self.copies.pop((self.g, name), None)
-        self.register[name] = self.register.get(name, ()) + refs
-        buffer = self.buffers.get(name)
-        dtype = (buffer.dtype if buffer else None) or "float32"
-        rounded = tuple(
-            r.through(name) if not r.roundings and self.exact.get(r.producer) == dtype else r.rounded(dtype, name) for r in refs
-        )
-        seen = {name}
-        while True:
-            self.memory[name] = _merge(self.memory.get(name, ()), rounded)
-            buffer = self.buffers.get(name)
-            if buffer is None or buffer.view_of is None or buffer.view_of in seen:
-                return
-            name = buffer.view_of
-            seen.add(name)
 
     def _loop(self, g: int, kernel: str, node: Node) -> None:
         body = self.capture.bodies.get(node.body or "")
@@ -210,7 +120,7 @@ class Tracer:
             buffer = _bound(args[0], binding)
             refs = self.register[buffer] if buffer in node.forwarded and buffer in self.register else self.read(g, buffer)
             refs = tuple(r.through(buffer) if buffer in self.buffers else r for r in refs)
-            slot = _Slot(refs, all(self.ops[r.producer].kind in ("input", "table") for r in refs), self.partial.holds(self, buffer))
+            slot = _Slot(refs, all(self.ops[r.producer].kind in ("input", "table") for r in refs), self.is_part(buffer))
         elif target in ("store", "store_reduction"):
             buffer = _bound(args[0], binding)
             stored = self.buffers.get(buffer)
@@ -241,7 +151,7 @@ class Tracer:
                 slot = self._constant(g, node, prefix + name, picked)
             else:
                 edges = tuple(r for s in picked for r in self._edges(g, kernel, node, s))
-                slot = _Slot(_merge((), edges), all(s.indexing for s in picked), any(s.part for s in picked))
+                slot = _Slot(merged((), edges), all(s.indexing for s in picked), any(s.part for s in picked))
         elif all(s.indexing for s in flat):
             slot = self._constant(g, node, prefix + name, flat)
         else:
@@ -250,7 +160,7 @@ class Tracer:
         return slot
 
     def _constant(self, g: int, node: Node, name: str, slots: list[_Slot]) -> _Slot:
-        refs = _merge((), tuple(r for s in slots for r in s.refs))
+        refs = merged((), tuple(r for s in slots for r in s.refs))
         if not refs:
             return _Slot()
         self.constant.add((g, node.name, name))
@@ -278,7 +188,7 @@ class Tracer:
                       module=node.module, source=node.source or None, where=kernel)  # fmt: skip
         self.ids[g, node.name, name] = op.id
         if all(operands):
-            self._selects(op, target)
+            self.selects(op, target)
         return _Slot((Ref(op.id),), False, any(parts) and linear)
 
     def _extern(self, g: int, kernel: str, node: Node) -> None:
@@ -289,7 +199,7 @@ class Tracer:
             for out in node.outputs:
                 if refs:
                     self.write(out, refs)
-                    if any(self.partial.holds(self, b) for _, a in node.args for b in references(a, "b")):
+                    if any(self.is_part(b) for _, a in node.args for b in references(a, "b")):
                         self.partial.buffers.add(out)
             return
         if rule is None and _evaluable(node.op):
@@ -315,7 +225,7 @@ class Tracer:
         added = self._added(rule, args, edges(rule.bias)) if rule.kind == "gemm" else ()
         if added:
             detail["bias"] = False
-        dtype = "float32" if added else self._dtype(written)
+        dtype = "float32" if added else self.dtype_of(written)
         op = self.add(name=node.name, kind="anchor", target=rule.kind, operands=operands, dtype=dtype, module=node.module,
                       source=node.source or None, where=node.op, key=key, detail=detail)  # fmt: skip
         self.ids[g, node.name, ""] = op.id
@@ -339,13 +249,9 @@ class Tracer:
         op = self.add(name=node.name, kind="op", target=node.op, operands=operands, module=node.module, source=node.source or None,
                       where=node.op)  # fmt: skip
         self.ids[g, node.name, ""] = op.id
-        self._selects(op)
+        self.selects(op)
         for o in node.outputs:
             self.write(o, (Ref(op.id),))
-
-    def _selects(self, op: Op, target: str = "") -> None:
-        if fmt := selected_format(target or aten.base(op.target), op.operands):
-            self.exact[op.id] = fmt
 
     def _opaque(self, g: int, kernel: str, node: Node, rule: OpaqueOp | None) -> None:
         ignored = set(rule.ignore) if rule else set()
@@ -355,33 +261,12 @@ class Tracer:
         written = [*(b for n in node.mutates for b in buffers_of(dict(node.args).get(n))), *node.outputs]
         key = ("opaque", *self.number((node.op, node.module)))
         layer = next((str(a["layer"]) for _, a in node.args if isinstance(a, dict) and "layer" in a), node.module)
-        op = self.add(name=node.name, kind="anchor", target=node.op or node.kind, operands=operands, dtype=self._dtype(written),
+        op = self.add(name=node.name, kind="anchor", target=node.op or node.kind, operands=operands, dtype=self.dtype_of(written),
                       module=node.module, source=node.source or None, where=node.op or kernel, key=key,
                       detail={"layer": layer})  # fmt: skip
         self.ids[g, node.name, ""] = op.id
         for o in written:
             self.write(o, (Ref(op.id),))
-
-    def _dtype(self, names: list[str]) -> str:
-        return next((b.dtype for n in names if (b := self.buffers.get(n)) is not None and b.dtype), "float32")
-
-    def parameter(self, arg: Any) -> Parameter | None:
-        if isinstance(arg, dict) and "param" in arg:
-            return self.parameters.get(arg["param"])
-        for b in buffers_of(arg):
-            i = self.inputs.get(self.copies.get((self.g, b), b))
-            if i is not None and i.role == "parameter":
-                return self.parameters.get(i.source)
-        return None
-
-    def number(self, key: tuple[Any, ...]) -> tuple[Any, ...]:
-        n = self._occurrences.get(key, 0)
-        self._occurrences[key] = n + 1
-        return (*key, n)
-
-    def anchors_above(self, operands: Iterable[Operand]) -> tuple[str, ...]:
-        """Checkpoint names of the GEMMs (or keys of other anchors) nearest above some operands: an anchor's structural identity."""
-        return nearest_anchors(self.ops, operands)
 
 
 def _evaluable(op: str) -> bool:
@@ -393,10 +278,6 @@ def _evaluable(op: str) -> bool:
     except UnsupportedOpError:
         return False
     return True
-
-
-def _merge(old: Operand, new: Operand) -> Operand:
-    return old + tuple(r for r in dict.fromkeys(new) if r not in old)
 
 
 def _bound(arg: Any, binding: dict[str, str]) -> str:

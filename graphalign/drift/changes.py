@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from graphalign.dataflow.census import Census
+from graphalign.drift.item import Item
 from graphalign.drift.snapshot import EdgeKey, Layers, Snapshot
 from graphalign.evaluate.parts import step_words
 from graphalign.ir.paths import ranges
 from graphalign.patch.spec import Key
+from graphalign.sites.ends import layer_of, pattern_of
 from graphalign.sites.report import Entry
-
-if TYPE_CHECKING:
-    from graphalign.drift.compare import Item
 
 BUCKET_WORDS = {
     "semantic": "computing a different function", "conflicting": "conflicting", "undetermined": "undetermined",
@@ -26,8 +25,6 @@ Moved = Literal["appeared", "vanished", "changed"]
 
 
 def _item(topic: Any, change: Moved, what: str, old: str = "", new: str = "", layers: Iterable[int | None] = ()) -> Item:
-    from graphalign.drift.compare import Item
-
     numbers = tuple(sorted({n for n in layers if n is not None}))
     return Item(topic=topic, change=change, what=what, old=old, new=new, layers=ranges(numbers))
 
@@ -247,8 +244,6 @@ def _kernels(old: Counter[str], new: Counter[str]) -> Iterator[Item]:
 
 
 def _entries(topic: str, old: dict[str, Any], new: dict[str, Any]) -> Iterator[Item]:
-    from graphalign.sites.ends import layer_of, pattern_of
-
     grouped: dict[tuple[Moved, str, str, str], list[int | None]] = defaultdict(list)
     for name in {*old, *new}:
         if old.get(name) != new.get(name):

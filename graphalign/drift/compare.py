@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from graphalign.drift import changes, snapshot
+from graphalign.drift.item import Item
 from graphalign.drift.snapshot import WORDS, Change, Layers, Snapshot
 from graphalign.errors import BadInputError
 from graphalign.ir.paths import ranges
@@ -23,22 +24,6 @@ MEANING: dict[Verdict, str] = {
 TARGET = ("device", "device_name", "capability", "isa", "amx", "inductor_isa", "tp", "simulated")
 """What makes two targets different machines. GEMM dispatch and compile ranges may move with a version: these are drift."""
 MODEL = ("architecture", "config_digest", "layers")
-
-
-class Item(Frozen):
-    """One thing that moved, or that is worth saying."""
-
-    topic: Literal["site", "evidence", "finding", "op", "edge", "kernel", "setting", "parameter", "note"]
-    change: Literal["appeared", "vanished", "changed"]
-    what: str
-    old: str = ""
-    new: str = ""
-    layers: str = ""
-
-    @property
-    def moved(self) -> bool:
-        """False for what is said without being drift."""
-        return self.topic != "note"
 
 
 class Origin(Frozen):

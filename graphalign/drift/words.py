@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from graphalign.drift.compare import MEANING, Drift, Item, Origin
+from graphalign.drift.compare import MEANING, Drift, Origin
+from graphalign.drift.item import Item
 
 TITLES = {
     "site": "Sites",

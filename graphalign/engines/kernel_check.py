@@ -30,6 +30,8 @@ from graphalign.dataflow.trace_inference import Tracer
 from graphalign.errors import CaptureFailedError, KernelMismatchError
 from graphalign.evaluate import run_inference
 from graphalign.evaluate.interpret import Interpreter
+from graphalign.evaluate.interpret import parameter as parameter_at
+from graphalign.evaluate.memory import Memory
 from graphalign.evaluate.storage import Lazy, Storage
 from graphalign.evaluate.values import Arithmetic, Val, draw, round_to, seed_of
 from graphalign.ir.args import references
@@ -161,15 +163,32 @@ def _interpret(job: Path, python: str, timeout: float) -> None:
 # -- emulation --------------------------------------------------------------------------------------------------------------
 
 
+@dataclass
 class _Single(Interpreter):
     """Computes in FP32, op by op; `negated` rounds every result to BF16 as eager code would."""
 
+    which: Map = "map"
+
     def keep(self, name: str, data: torch.Tensor, constant: bool = False) -> torch.Tensor:
-        run = self.run_
-        assert isinstance(run, Emulation)
         if data.is_floating_point():
-            data = round_to(data, "bfloat16") if run.which == "negated" else data.float().double()
+            data = round_to(data, "bfloat16") if self.which == "negated" else data.float().double()
         return super().keep(name, data, constant)
+
+
+class _Apart(Memory):
+    """Buffers of graphs that are each given inputs of their own."""
+
+    def source(self, name: str) -> Any:
+        i = self.inputs.get(name)
+        if i is not None and i.source.startswith(VALUE) and name not in self.live:
+            n = self.extent(self.buffers[name])
+            data = self.arithmetic.round(draw(seed_of(SEED, i.source), torch.arange(n)), i.dtype or "float32")
+            self.live[name] = Storage(("value", i.source, n), data, data)
+        found = super().source(name)
+        if i is not None and isinstance(found, Storage) and isinstance(found.id, tuple) and found.id[0] == "input":
+            data = self.arithmetic.round(found.memory, i.dtype or "float32")  # a tensor of that dtype holds no more
+            found = self.live[name] = Storage(("rounded", *found.id[1:]), data, data)
+        return found
 
 
 @dataclass
@@ -183,42 +202,34 @@ class Emulation(run_inference.Run):
     after: dict[tuple[int, str, str], torch.Tensor] = field(default_factory=dict)
     """(graph, call, argument) to what an opaque call has written there."""
 
-    def _graph(self, g: int, graph: Graph) -> None:
+    def make_memory(self) -> Memory:
+        return _Apart(self.capture, self.arithmetic, self.tracer.copies, self.reads)
+
+    def graph(self, g: int, graph: Graph) -> None:
         if g not in self.chosen:
             return
-        self.exported = {}
-        super()._graph(g, graph)
+        memory = self.memory
+        memory.exported = {}
+        super().graph(g, graph)
         for i in graph.inputs:
-            if i.role not in ("symbol", "layer") and i.name in self.live:
-                self.contents[g, i.name] = self._contents(i.name) if i.name in self.buffers else self.live[i.name].memory
+            if i.role not in ("symbol", "layer") and i.name in memory.live:
+                self.contents[g, i.name] = memory.contents(i.name) if i.name in memory.buffers else memory.live[i.name].memory
         for kernel in graph.kernels:
             for node in kernel.nodes:
                 for name in node.outputs:
-                    b = self.buffers.get(name)
+                    b = memory.buffers.get(name)
                     if b is not None and b.dtype and not b.removed:
-                        self.contents[g, name] = self._contents(name)
+                        self.contents[g, name] = memory.contents(name)
 
-    def _anchor(self, node: Node) -> None:
-        super()._anchor(node)
+    def anchor(self, node: Node) -> None:
+        super().anchor(node)
         for name in _places(node, self.tracer.rules):
-            self.after[self.g, node.name, name] = self._contents(str(dict(node.args)[name]["b"]))
+            self.after[self.memory.g, node.name, name] = self.memory.contents(str(dict(node.args)[name]["b"]))
 
-    def _source(self, name: str) -> Any:
-        i = self.inputs.get(name)
-        if i is not None and i.source.startswith(VALUE) and name not in self.live:
-            n = self._extent(self.buffers[name])
-            data = self.arithmetic.round(draw(seed_of(SEED, i.source), torch.arange(n)), i.dtype or "float32")
-            self.live[name] = Storage(("value", i.source, n), data, data)
-        found = super()._source(name)
-        if i is not None and isinstance(found, Storage) and isinstance(found.id, tuple) and found.id[0] == "input":
-            data = self.arithmetic.round(found.memory, i.dtype or "float32")  # a tensor of that dtype holds no more
-            found = self.live[name] = Storage(("rounded", *found.id[1:]), data, data)
-        return found
-
-    def _interpret(self, body: Body, binding: dict[str, str], node: Node) -> tuple[dict[str, Val | str], list[Any]]:
+    def interpret(self, body: Body, binding: dict[str, str], node: Node) -> tuple[dict[str, Val | str], list[Any]]:
         if self.which == "swapped":
             node = node.model_copy(update={"forwarded": node.reloaded, "reloaded": node.forwarded})
-        return _Single(self, body, binding, node).run()
+        return _Single(self.memory, body, binding, node, self.tracer.constant, self.replace, self.picks, self.which).run()
 
 
 def _emulate(capture: InferenceGraph, rules: dict[str, OpaqueOp], chosen: set[int], tokens: int) -> dict[Map, Emulation]:
@@ -326,14 +337,12 @@ def _input(i: Input, run: Emulation, g: int, size: list[int]) -> tuple[torch.Ten
         return known, []
     parameter = next(p for p in run.capture.parameters if p.name == i.source)
     lazy = Lazy(("parameter", i.source), parameter, i.dtype or parameter.dtype)
-    body = Body(var_ranges=(), sizes=((), ()), indexing={}, ops=())
-    reader = Interpreter(run, body, {}, Node(name="", kind="nop"))
     count, width = int(np.prod(size)), int(np.prod(size[1:]))
     if count <= WHOLE:
-        return reader.parameter(lazy, torch.arange(count)), []
+        return parameter_at(run.arithmetic, lazy, torch.arange(count)), []
     rows = sorted(set(run.arithmetic.token_ids))
     index = torch.tensor(rows)[:, None] * width + torch.arange(width)[None, :]
-    return reader.parameter(lazy, index), rows
+    return parameter_at(run.arithmetic, lazy, index), rows
 
 
 def _put(arrays: dict[str, np.ndarray], key: str, data: torch.Tensor, dtype: str | None) -> str:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Set
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 
 from graphalign.errors import CaptureFileError
 from graphalign.evaluate import aten, loop_ops
-from graphalign.evaluate.picks import Conditions
+from graphalign.evaluate.memory import Memory
+from graphalign.evaluate.picks import Conditions, Pick
 from graphalign.evaluate.shards import part_of
 from graphalign.evaluate.storage import UNKNOWN, Lazy, Rows
 from graphalign.evaluate.values import Arithmetic, Val
@@ -19,10 +21,6 @@ from graphalign.ir.args import references
 from graphalign.ir.dataflow import LOW_PRECISION
 from graphalign.ir.indexing import evaluate as index_value
 from graphalign.ir.inference import Body, Node, Parameter, Segment
-
-if TYPE_CHECKING:
-    from graphalign.evaluate.run_inference import Run
-
 
 INDIRECT = re.compile(r"indirect\d+")
 """An index that a loop computed, in an index expression."""
@@ -39,18 +37,19 @@ def single(x: Any) -> Any:
 class Interpreter:
     """One evaluation of a loop body, for one node's buffers."""
 
-    run_: Run
+    memory: Memory
     body: Body
     binding: dict[str, str]
+    """Roles of the body to the node's buffers."""
     node: Node
+    constant: Set[tuple[int, str, str]] = frozenset()
+    """(graph, node, op of its body) of what depends on run-time inputs and tables only."""
+    replace: Callable[[Val], Val] | None = None
+    """What every value becomes for those that read it."""
+    picks: dict[int, Pick] = field(default_factory=dict)
+    """Filled: identity of a value to why what picked it took one side only."""
 
-    def run(self) -> tuple[dict[str, Val | str], list[Any]]:
-        """Interpret it.
-
-        Returns:
-            The body's ops to their values, or to why there is none; and what it stores: (role of the buffer, flat index, data, mode,
-            identity of the value stored or 0).
-        """
+    def __post_init__(self) -> None:
         self.results: dict[str, Val | str] = {}
         self.stores: list[Any] = []
         self.identities: dict[int, int] = {}
@@ -61,19 +60,26 @@ class Interpreter:
         self.conditions = Conditions()
         self.lanes: torch.Tensor | None = None
         """Inside a masked block: the lanes that are not masked out."""
-        n = len(self.body.var_ranges)
-        self.env: dict[str, Any] = dict(self.run_.env)
+        self.env: dict[str, Any] = dict(self.memory.env)
         self.shape: list[int] = []
+        self.reduced = tuple(range(len(self.body.sizes[0]), len(self.body.var_ranges)))
+
+    def run(self) -> tuple[dict[str, Val | str], list[Any]]:
+        """Interpret it.
+
+        Returns:
+            The body's ops to their values, or to why there is none; and what it stores: (role of the buffer, flat index, data, mode,
+            identity of the value stored or 0).
+        """
+        n = len(self.body.var_ranges)
         total = 1
         for d, (name, extent) in enumerate(self.body.var_ranges):
-            size = self.run_._size(extent)
+            size = self.memory.size(extent)
             total *= max(size, 1)
             self.shape.append(size)
             self.env[name] = torch.arange(size).view([-1 if i == d else 1 for i in range(n)])
         if total > aten.MAX_ELEMENTS:
             raise CaptureFileError("a loop of the capture is too large to evaluate", where=self.node.name)
-        pointwise = len(self.body.sizes[0])
-        self.reduced = tuple(range(pointwise, n))
         self.block(self.body.ops, {}, "")
         return self.results, self.stores
 
@@ -173,7 +179,7 @@ class Interpreter:
         if any(o is None for o in operands):
             self.results[prefix + name] = "an operand could not be evaluated"
             return None
-        constant = (self.run_.g, self.node.name, prefix + name) in self.run_.tracer.constant
+        constant = (self.memory.g, self.node.name, prefix + name) in self.constant
         result = loop_ops.apply(target, [single(o) for o in operands] if constant else operands)
         if result is None:
             self.results[prefix + name] = f"loop op {target} is not known"
@@ -183,7 +189,7 @@ class Interpreter:
         self.alive.append(env[name])
         pick = None if constant else self.conditions.see(target, operands, env[name])
         if pick is not None and isinstance(kept := self.results[prefix + name], Val):
-            self.run_.picks[kept.id] = pick
+            self.picks[kept.id] = pick
         return env[name]
 
     def decode(self, a: Any, env: dict[str, Any]) -> Any:
@@ -197,10 +203,9 @@ class Interpreter:
         return [self.decode(x, env) for x in a] if isinstance(a, list | tuple) else a
 
     def keep(self, name: str, data: torch.Tensor, constant: bool = False) -> torch.Tensor:
-        run = self.run_
-        val = run.arithmetic.new(data)
-        if run.replace is not None and data.is_floating_point() and not constant:
-            val = run.replace(val)
+        val = self.memory.arithmetic.new(data)
+        if self.replace is not None and data.is_floating_point() and not constant:
+            val = self.replace(val)
         self.results[name] = val
         self.identities[id(val.data)] = val.id
         self.alive.append(val.data)
@@ -214,7 +219,7 @@ class Interpreter:
         if dtype.startswith(("int", "uint")):
             return x.trunc().long() if x.is_floating_point() else x
         x = x.double()
-        return self.run_.arithmetic.round(x, dtype) if rounds and dtype in LOW_PRECISION else x
+        return self.memory.arithmetic.round(x, dtype) if rounds and dtype in LOW_PRECISION else x
 
     def widen(self, value: torch.Tensor) -> torch.Tensor:
         """A value in all lanes of the reduction."""
@@ -238,28 +243,28 @@ class Interpreter:
             self.results[prefix + name] = f"reduction {kind} is not known"
             return None
         if isinstance(result, tuple):
-            self.results[prefix + name] = self.run_.arithmetic.new(result[0])
+            self.results[prefix + name] = self.memory.arithmetic.new(result[0])
             return list(result)
         return self.keep(prefix + name, result)
 
     def load(self, buffer: str, index: torch.Tensor) -> torch.Tensor:
-        run = self.run_
-        source = run._source(buffer)
+        memory = self.memory
+        source = memory.source(buffer)
         if isinstance(source, Lazy):
             return self.parameter(source, index)
-        _root, offset = run._root(buffer)
+        _root, offset = memory.root(buffer)
         if buffer in self.pending:
             stored_index, value = self.pending[buffer]
             if stored_index.shape == index.shape and torch.equal(stored_index, index):
-                dtype = (run.buffers[buffer].dtype if buffer in run.buffers else None) or "float32"
-                return value if buffer in self.node.forwarded else run.arithmetic.round(value, dtype)
+                dtype = (memory.buffers[buffer].dtype if buffer in memory.buffers else None) or "float32"
+                return value if buffer in self.node.forwarded else memory.arithmetic.round(value, dtype)
         if isinstance(source, Rows):
-            run.read_rows(source, index + offset, self.lanes, computed=id(index) in self.computed)
+            memory.read_rows(source, index + offset, self.lanes, computed=id(index) in self.computed)
         out = source.read(index + offset, register=buffer in self.node.forwarded)
         return out.long() if isinstance(source.id, tuple) and source.id[0] in ("positions", "ids") else out
 
     def parameter(self, source: Lazy, index: torch.Tensor) -> torch.Tensor:
-        return parameter(self.run_.arithmetic, source, index)
+        return parameter(self.memory.arithmetic, source, index)
 
 
 def parameter(arithmetic: Arithmetic, source: Lazy, index: torch.Tensor) -> torch.Tensor:

@@ -5,27 +5,26 @@ A body is evaluated once per distinct inputs: equal layers cost a dictionary loo
 
 from __future__ import annotations
 
-import base64
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from graphalign.dataflow.externs import buffers_of
 from graphalign.dataflow.trace_inference import ADDED, Tracer
-from graphalign.errors import CaptureFileError, UnsupportedOpError
+from graphalign.errors import UnsupportedOpError
 from graphalign.evaluate import aten
 from graphalign.evaluate.interpret import Interpreter
-from graphalign.evaluate.outputs import hand_on, output_of
+from graphalign.evaluate.memory import Memory
+from graphalign.evaluate.outputs import handed_on, output_of
 from graphalign.evaluate.picks import Pick
 from graphalign.evaluate.run_training import Arranged, canonical
-from graphalign.evaluate.storage import UNKNOWN, Lazy, Rows, Storage, laid_out
-from graphalign.evaluate.values import Arithmetic, Val, draw, seed_of
+from graphalign.evaluate.storage import Storage
+from graphalign.evaluate.values import Arithmetic, Val
+from graphalign.ir.args import buffers_of
 from graphalign.ir.dataflow import Op
 from graphalign.ir.indexing import evaluate as index_value
-from graphalign.ir.inference import VALUE, Body, Buffer, Export, Graph, InferenceGraph, Node
+from graphalign.ir.inference import Body, Graph, InferenceGraph, Node
 
 Replace = Callable[[Val], Val]
 
@@ -46,48 +45,36 @@ class Run:
     unsupported: dict[int, str] = field(default_factory=dict)
     picks: dict[int, Pick] = field(default_factory=dict)
     """Identity of a value to why what picked it took one side only."""
+    reads: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] | None = None
+    """See `Memory`."""
     only: set[tuple[int, str]] | None = None
     """Evaluate these loop nodes (graph, name) only; everything else stays unknown."""
-    reads: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] | None = None
-    """If given, it is filled: tables, by `table_key`, to the rows that loops read at indices that they computed from what they loaded,
-    and to the lanes that are not masked out."""
-    unrecorded: dict[Any, set[int]] = field(default_factory=dict)
-    """Tables, by `table_key`, to the rows that were read and that the capture does not hold."""
     _nodes: dict[Any, dict[str, Val | str]] = field(default_factory=dict)
     _stored: dict[Any, list[tuple[str, torch.Tensor, torch.Tensor, str, int]]] = field(default_factory=dict)
-    _numbers: dict[Any, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.memory = self.make_memory()
+        self.results: dict[str, list[torch.Tensor]] = {}
+        """What calls of the current graph returned, by buffer."""
+
+    def make_memory(self) -> Memory:
+        """The buffers, before anything is written."""
+        return Memory(self.capture, self.arithmetic, self.tracer.copies, self.reads)
 
     def run(self) -> Run:
         """Evaluate all graphs in order."""
-        self.tables = {t.name: t for t in self.capture.tables}
-        self.parameters = {p.name: p for p in self.capture.parameters}
-        self.storages: dict[Any, Storage] = {}
-        self.exported: dict[str, Storage] = {}
         for g, graph in enumerate(self.capture.graphs):
-            self._graph(g, graph)
+            self.graph(g, graph)
+        memory = self.memory
         for op in self.tracer.ops:
-            if op.kind == "table" and op.key[0] in self.tables and (missing := self.unrecorded.get(self.table_key(op.key[0]))):
+            if op.kind == "table" and op.key[0] in memory.tables and (missing := memory.unrecorded.get(memory.table_key(op.key[0]))):
                 some = ", ".join(str(n) for n in sorted(missing)[:3])
                 self.unsupported[op.id] = f"it is read at rows that the capture does not hold ({some}{', …' if len(missing) > 3 else ''})"
         return self
 
-    def _graph(self, g: int, graph: Graph) -> None:
-        passed = graph.passed()
-        self.g, self.buffers, self.inputs = g, {b.name: b for b in (*passed, *graph.buffers)}, {i.name: i for i in graph.inputs}
-        self.env: dict[str, int] = dict(graph.symbols)
-        if graph.tokens:  # another symbol of the same size counts tokens too: Dynamo does not know that they are equal
-            count = graph.symbols.get(graph.tokens)
-            self.env.update({s: self.arithmetic.tokens for s, n in graph.symbols.items() if n == count})
-            self.env[graph.tokens] = self.arithmetic.tokens
-        for i in graph.inputs:
-            if i.role == "symbol":
-                self.env.setdefault(i.name, self.env.get(i.source, 0))
-        self.symbols = tuple(sorted(self.env.items()))
-        self.live: dict[str, Storage] = {}
-        for b in passed:
-            if (known := self.exported.get(self.inputs[b.name].source)) is not None:
-                self.live[b.name] = known
-        self.results: dict[str, list[torch.Tensor]] = {}
+    def graph(self, g: int, graph: Graph) -> None:
+        self.memory.enter(g, graph)
+        self.results = {}
         for kernel in graph.kernels:
             for node in kernel.nodes:
                 if self.only is not None and (g, node.name) not in self.only:
@@ -95,151 +82,28 @@ class Run:
                 if node.kind == "loop":
                     self._loop(node)
                 else:
-                    self._anchor(node)
+                    self.anchor(node)
         for e in graph.exports:
-            self._export(e)
+            self.memory.export(e)
         if self.only is not None:
             return
         for op in self.tracer.ops:
             if op.kind == "output" and op.key[0] == g:
-                self.operands[op.id, 0] = self._contents(op.key[1])
+                self.operands[op.id, 0] = self.memory.contents(op.key[1])
             elif op.target == "logprobs" and op.detail["graph"] == g:
-                self.operands[op.id, 0] = self._contents(op.detail["buffer"])
-
-    def _export(self, e: Export) -> None:
-        """Hand a tensor on to later graphs: its storage from its first element on."""
-        name = str(e.tensor.get("b"))
-        root, offset = self._root(name)
-        source = self._source(name) if name in self.inputs else self.live.get(root)
-        if not isinstance(source, Storage):
-            return
-        offset += int(index_value(str(e.tensor.get("offset", "0")), self.env))
-        key = ("exported", source.id, offset)
-        if key not in self.storages:
-            memory = source.memory[offset:].clone() if offset else source.memory  # `as_strided` counts from a tensor's storage
-            self.storages[key] = Storage(source.id if offset == 0 else self._number(key), memory, memory)
-        self.exported[VALUE + e.name] = self.storages[key]
-
-    # -- storage --------------------------------------------------------------------------------------------------------
-
-    def _size(self, text: str) -> int:
-        n = int(index_value(text, self.env))
-        if not 0 <= n <= aten.MAX_ELEMENTS:
-            raise CaptureFileError(f"a buffer of the capture has the impossible size {n}", where=text)
-        return n
-
-    def _root(self, name: str) -> tuple[str, int]:
-        """The buffer whose storage `name` lives in, and the offset of `name` in it."""
-        offset, seen = 0, set()
-        while (b := self.buffers.get(name)) is not None and b.view_of is not None and b.view_of != name and name not in seen:
-            seen.add(name)
-            offset += int(index_value(b.offset, self.env)) if b.layout == "NonOwningLayout" else 0
-            name = b.view_of
-        return name, offset
-
-    def _storage(self, root: str) -> Storage:
-        if root not in self.live:
-            b = self.buffers.get(root)
-            if b is None:
-                raise CaptureFileError(f"the capture reads {root}, which nothing wrote", where=f"graph {self.g}")
-            n = self._extent(b)
-            if ("empty", n) not in self.storages:
-                empty = torch.full((n,), UNKNOWN, dtype=torch.float64)
-                self.storages["empty", n] = Storage(("empty", n), empty, empty)
-            self.live[root] = self.storages["empty", n]
-        return self.live[root]
-
-    def _extent(self, b: Buffer) -> int:
-        sizes, strides = [self._size(s) for s in b.size], [int(index_value(s, self.env)) for s in b.stride]
-        if any(s == 0 for s in sizes):
-            return 0
-        n = 1 + sum((s - 1) * t for s, t in zip(sizes, strides, strict=False))
-        if not 0 <= n <= aten.MAX_ELEMENTS:
-            raise CaptureFileError(f"buffer {b.name} has an impossible extent", where=str(b.size))
-        return n
-
-    def _source(self, name: str) -> Storage | Lazy:
-        """What a load of `name` reads."""
-        name = self.tracer.copies.get((self.g, name), name)
-        i = self.inputs.get(name)
-        if i is None:
-            return self._storage(self._root(name)[0])
-        if name in self.live:  # written by an extern call, or another graph's export
-            return self.live[name]
-        if i.source.startswith(VALUE):
-            return self._storage(name)
-        p = self.parameters.get(i.source) if i.role == "parameter" else None
-        if p is not None and p.segments and p.learned:
-            pieces = tuple((self.arithmetic.name(s.checkpoint), s.dim, s.start, s.length, s.index, s.order, s.shards) for s in p.segments)
-            return Lazy(("parameter", pieces, p.shape, i.dtype or p.dtype), p, i.dtype or p.dtype)
-        if i.source in self.tables:
-            storage = self._table(i.source)
-        elif "position" in i.source:
-            size, stride = tuple(map(self._size, i.size)), tuple(int(index_value(s, self.env)) for s in i.stride)
-            data = laid_out(self.arithmetic.positions, size, stride)
-            storage = Storage(("positions", size), data, data)
-        elif i.dtype in ("int32", "int64") and "id" in i.source:
-            data = torch.tensor(self.arithmetic.token_ids, dtype=torch.float64)
-            storage = Storage(("ids",), data, data)
-        else:
-            n = 1
-            for s in i.size:
-                n *= self._size(s)
-            data = draw(seed_of(self.arithmetic.seed, "input", i.source), torch.arange(n))
-            storage = Storage(("input", i.source, n), data, data)
-        self.live[name] = storage
-        return storage
-
-    def table_key(self, name: str) -> Any:
-        """Equal for tables of equal content: layers often have a copy each."""
-        t = self.tables[name]
-        return ("table", t.values, t.rows, t.shape)
-
-    def read_rows(self, table: Rows, index: torch.Tensor, lanes: torch.Tensor | None, *, computed: bool) -> None:
-        """Take note of a loop's read: which rows, at flat indices, in the lanes that are not masked out."""
-        row = table.row(index)
-        row, inside = torch.broadcast_tensors(row, torch.ones_like(row, dtype=torch.bool) if lanes is None else lanes)
-        if self.reads is not None and computed:
-            self.reads[table.key].append((row, inside))
-        missing = row[inside & (table.place[row] < 0)]
-        if missing.numel():
-            self.unrecorded.setdefault(table.key, set()).update(missing.unique().tolist())
-
-    def _table(self, name: str) -> Storage:
-        t = self.tables[name]
-        key = self.table_key(name)
-        if key not in self.storages:
-            width = math.prod(t.shape[1:])
-            raw = torch.frombuffer(bytearray(base64.b64decode(t.values)), dtype=torch.float32).double().view(len(t.rows), width)
-            if t.shape[0] * width > aten.MAX_ELEMENTS:
-                raise UnsupportedOpError(f"table {name} is too large to evaluate")
-            self.storages[key] = Rows(("table", self._number(key)), t.rows, t.shape[0], raw, key)
-        return self.storages[key]
-
-    def _contents(self, name: str) -> torch.Tensor:
-        """A whole buffer in its own layout."""
-        root, offset = self._root(name)
-        b = self.buffers.get(name) or self.buffers.get(root)
-        source = self._source(name)
-        if isinstance(source, Lazy) or b is None or not b.size:
-            return source.memory if isinstance(source, Storage) else torch.empty(0)
-        sizes, strides = [self._size(s) for s in b.size], [int(index_value(s, self.env)) for s in b.stride]
-        extent = 1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
-        if source.memory.numel() == math.prod(sizes) < extent:  # handed on by an earlier graph, element by element, as the slice that it is
-            return source.memory.reshape(sizes)
-        return source.memory.as_strided(sizes, strides, offset)
+                self.operands[op.id, 0] = self.memory.contents(op.detail["buffer"])
 
     # -- anchors --------------------------------------------------------------------------------------------------------
 
-    def _anchor(self, node: Node) -> None:
+    def anchor(self, node: Node) -> None:
         args = dict(node.args)
         if node.op == "inductor.multi_output":
             self._pick(node, args)
             return
-        if (self.g, node.name) in self.tracer.partial.handed_on:
-            hand_on(self, node, args)
+        if (self.memory.g, node.name) in self.tracer.partial.handed_on:
+            self._hand_on(node, args)
             return
-        op_id = self.tracer.ids.get((self.g, node.name, ""))
+        op_id = self.tracer.ids.get((self.memory.g, node.name, ""))
         if op_id is None:
             return
         op = self.tracer.ops[op_id]
@@ -256,23 +120,32 @@ class Run:
             if not buffers_of(arg):
                 continue
             if slot < len(op.operands):
-                self.operands[op.id, slot] = self._argument(arg)
+                self.operands[op.id, slot] = self.memory.argument(arg)
                 slot += 1
         canonical(self.operands, op, self.arithmetic.tokens, self.arranged)
         written = [b for n in ([rule.out] if rule and rule.out else node.mutates) for b in buffers_of(args.get(n))] or list(node.outputs)
         for o in written:
-            root, _ = self._root(o)
-            b = self.buffers.get(root)
+            root, _ = self.memory.root(o)
+            b = self.memory.buffers.get(root)
             if b is None or b.dtype is None or not b.size:
                 continue
-            val = output_of(self, op, b)
+            val = output_of(self.memory, op, b)
             self.values[op.id] = val
-            if (added := self.tracer.ids.get((self.g, node.name, ADDED))) is not None and rule is not None:
-                total = self.arithmetic.settle(val.data + self._argument(args[rule.bias]).reshape(val.data.shape))
+            if (added := self.tracer.ids.get((self.memory.g, node.name, ADDED))) is not None and rule is not None:
+                total = self.arithmetic.settle(val.data + self.memory.argument(args[rule.bias]).reshape(val.data.shape))
                 self.values[added] = total if self.replace is None else self.replace(total)
-                self._place(o, self.values[added].data)
+                self.memory.place(o, self.values[added].data)
                 continue
-            self.live[root] = Storage(("anchor", val.id), val.data.reshape(-1), val.data.reshape(-1))
+            self.memory.live[root] = Storage(("anchor", val.id), val.data.reshape(-1), val.data.reshape(-1))
+
+    def _hand_on(self, node: Node, args: dict[str, Any]) -> None:
+        """A call that combines the ranks of the engine."""
+        producer = self.tracer.ops[self.tracer.partial.handed_on[self.memory.g, node.name][0].producer]
+        data = handed_on(self.memory, self.tracer.rules[node.op], args, producer)
+        if data is not None:
+            for o in node.outputs:
+                self.results[o] = [data]
+                self.memory.place(o, data)
 
     def _pick(self, node: Node, args: dict[str, Any]) -> None:
         """One output of an extern call with several."""
@@ -282,18 +155,7 @@ class Run:
         if results is None or (path and not 0 <= path[0] < len(results)):
             return
         for o in node.outputs:
-            self._place(o, results[path[0] if path else 0])
-
-    def _place(self, name: str, data: torch.Tensor) -> None:
-        """Store a whole result in a buffer."""
-        b = self.buffers.get(name)
-        if b is None or b.dtype is None:
-            return
-        root, _ = self._root(name)
-        flat = data.reshape(-1)
-        flat = flat.double() if flat.is_floating_point() else flat
-        val = self.arithmetic.settle(self.arithmetic.round(flat, b.dtype) if flat.is_floating_point() else flat)
-        self.live[root] = Storage(("extern", val.id), val.data, val.data)
+            self.memory.place(o, results[path[0] if path else 0])
 
     def _aten(self, op: Op, node: Node, args: dict[str, Any]) -> None:
         """An ATen kernel called as it is, on what its operands hold in memory."""
@@ -312,62 +174,50 @@ class Run:
         for o in node.outputs:
             self.results[o] = results
             if not isinstance(result, tuple | list):
-                self._place(o, results[0])
+                self.memory.place(o, results[0])
 
     def _decode(self, a: Any) -> Any:
         """An argument of an ATen kernel."""
         if isinstance(a, dict):
             if "b" in a or "size" in a:
-                x = self._argument(a)
-                return x.view([self._size(s) for s in self.buffers[a["b"]].size]) if "size" not in a and a["b"] in self.buffers else x
+                x = self.memory.argument(a)
+                b = self.memory.buffers.get(str(a.get("b"))) if "size" not in a else None
+                return x if b is None else x.view([self.memory.size(s) for s in b.size])
             if "f" in a:
                 return float(a["f"])
             if "e" in a:
-                return int(index_value(a["e"], self.env))
+                return int(index_value(a["e"], self.memory.env))
             if "dtype" in a:
                 dtype = getattr(torch, str(a["dtype"]), None)
                 return torch.float64 if isinstance(dtype, torch.dtype) and dtype.is_floating_point else dtype
             return None
         return [self._decode(x) for x in a] if isinstance(a, list | tuple) else a
 
-    def _argument(self, arg: Any) -> torch.Tensor:
-        if isinstance(arg, list | tuple):
-            return torch.cat([self._argument(a).reshape(-1) for a in arg if buffers_of(a)])
-        name = arg["b"]
-        if "size" in arg:
-            _root, base = self._root(name)
-            source = self._source(name)
-            if isinstance(source, Storage):
-                sizes = [self._size(s) for s in arg["size"]]
-                strides = [int(index_value(s, self.env)) for s in arg["stride"]]
-                return source.memory.as_strided(sizes, strides, base + int(index_value(str(arg.get("offset", "0")), self.env)))
-        return self._contents(name)
-
     # -- loops ----------------------------------------------------------------------------------------------------------
 
     def _loop(self, node: Node) -> None:
-        if any((self.g, b) in self.tracer.copies for b in node.outputs):
+        if any((self.memory.g, b) in self.tracer.copies for b in node.outputs):
             return
         body = self.capture.bodies[node.body or ""]
         binding = {f"b{i}": b for i, b in enumerate(node.buffers)}
         inputs = []
         for role, name in binding.items():
-            root, offset = self._root(name)
-            source = self._source(name) if name in self.inputs or root in self.live else None
+            root, offset = self.memory.root(name)
+            source = self.memory.source(name) if name in self.memory.inputs or root in self.memory.live else None
             inputs.append(
                 (
                     role,
                     source.id if source else None,
                     offset,
                     name in node.forwarded,
-                    (self.buffers[name].dtype if name in self.buffers else ""),
+                    (self.memory.buffers[name].dtype if name in self.memory.buffers else ""),
                 )
             )
-        key = (node.body, self.symbols, tuple(inputs)) if self.arithmetic.share else (self.g, node.name)
+        key = (node.body, self.memory.symbols, tuple(inputs)) if self.arithmetic.share else (self.memory.g, node.name)
         if key not in self._nodes:
-            self._nodes[key], self._stored[key] = self._interpret(body, binding, node)
+            self._nodes[key], self._stored[key] = self.interpret(body, binding, node)
         for name, val in self._nodes[key].items():
-            op = self.tracer.ids.get((self.g, node.name, name))
+            op = self.tracer.ids.get((self.memory.g, node.name, name))
             if op is None or op < 0:
                 continue
             if isinstance(val, str):
@@ -376,45 +226,11 @@ class Run:
                 self.values[op] = val
         for role, index, data, mode, identity in self._stored[key]:
             # known content makes equal layers equal, whatever led to it
-            content = (node.body, "value", identity) if identity else (node.body, "inputs", self._number(key))
-            self._store(binding[role], role, index, data, mode, content)
+            content = (node.body, "value", identity) if identity else (node.body, "inputs", self.memory.number(key))
+            self.memory.store(binding[role], role, index, data, mode, content)
 
-    def _number(self, key: Any) -> int:
-        """A small integer for a compound identity, so that identities do not nest."""
-        return self._numbers.setdefault(key, len(self._numbers))
-
-    def _store(self, name: str, role: str, index: torch.Tensor, data: torch.Tensor, mode: str, content: Any) -> None:
-        root, offset = self._root(name)
-        old = self._storage(root)
-        dtype = (self.buffers[name].dtype if name in self.buffers else None) or "float32"
-        key = ("stored", old.id, content, role, offset, old.memory.numel(), dtype)
-        if key not in self.storages:
-            self.storages[key] = self._stored_over(old, name, index + offset, data, mode, dtype)
-        self.live[root] = self.storages[key]
-
-    def _stored_over(self, old: Storage, name: str, index: torch.Tensor, data: torch.Tensor, mode: str, dtype: str) -> Storage:
-        """A buffer's storage after a store; the same object for the same content."""
-        register = old.register.clone()
-        flat = index.reshape(-1)
-        value = data.double().expand(index.shape).reshape(-1)
-        if flat.numel():
-            low, high = (int(x) for x in flat.aminmax())
-            if low < 0 or high >= register.numel():
-                raise CaptureFileError(f"a store to {name} is outside the buffer", where=f"graph {self.g}")
-        if mode == "atomic_add":
-            register, memory = (torch.nan_to_num(x).index_add(0, flat, value) for x in (register, old.memory))
-        else:
-            register[flat] = value
-            memory = register
-            if old.memory is not old.register or self.arithmetic.rounds:
-                memory = old.memory.clone()
-                memory[flat] = self.arithmetic.round(value, dtype)
-        in_register, in_memory = self.arithmetic.settle(register), self.arithmetic.settle(memory)
-        key = ("content", in_register.id, in_memory.id)
-        return self.storages.setdefault(key, Storage(self._number(key), in_memory.data, in_register.data))
-
-    def _interpret(self, body: Body, binding: dict[str, str], node: Node) -> tuple[dict[str, Val | str], list[Any]]:
-        return Interpreter(self, body, binding, node).run()
+    def interpret(self, body: Body, binding: dict[str, str], node: Node) -> tuple[dict[str, Val | str], list[Any]]:
+        return Interpreter(self.memory, body, binding, node, self.tracer.constant, self.replace, self.picks).run()
 
 
 def computed_tables(capture: InferenceGraph, tracer: Tracer, arithmetic: Arithmetic) -> dict[str, torch.Tensor]:

@@ -41,7 +41,7 @@ def rows_read(capture: InferenceGraph, tracer: Tracer, arithmetic: Arithmetic) -
     for table in capture.tables:
         held = set(table.rows)
         ways: dict[tuple[int, ...], None] = {}
-        for rows, lanes in (run.reads or {}).get(run.table_key(table.name), ()):
+        for rows, lanes in (run.reads or {}).get(run.memory.table_key(table.name), ()):
             found = _by_token(rows, lanes, tokens)
             ways |= dict.fromkeys(found)
             out.unrecorded |= {n for way in found for n, row in enumerate(way) if row not in held}

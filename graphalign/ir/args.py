@@ -31,3 +31,12 @@ def references(arg: Any, key: str) -> Iterator[Any]:
     elif isinstance(arg, list | tuple):
         for x in arg:
             yield from references(x, key)
+
+
+def buffers_of(arg: Any) -> list[str]:
+    """The buffers that an argument names, itself or in a list."""
+    if isinstance(arg, dict):
+        return [arg["b"]] if isinstance(arg.get("b"), str) else []
+    if isinstance(arg, list | tuple):
+        return [b for a in arg for b in buffers_of(a)]
+    return []
