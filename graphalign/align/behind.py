@@ -121,7 +121,6 @@ class Redo(run_training.Run):
         """Evaluate the nodes again."""
         base = behind.base
         self = cls(base.capture, base.tracer, base.arithmetic, base.snapped, None, behind.edits, native=base.native, memo=None)
-        self.inputs, self.node_of = base.inputs, base.node_of
         self.env = _Overlay(base.env, behind.affected)
         self.values = dict(base.values)
         for n in behind.nodes:

@@ -72,9 +72,13 @@ class _Comparer:
         self.ending = tail_ops(al.training)
         self.consumers = self.t.readers
         self.consumers_i = self.i.readers
+        lonely = {op.id for op in self.t.ops if op.kind == "op" and op.id not in al.partners and op.id not in self.tail}
+        self.members = components(lonely, self.t.graph.subgraph(lonely).edges())
+        """Training ops without partners, as far as they hang together."""
+        self.component = {x: n for n, group in enumerate(self.members) for x in group}
+        self.closed = self._closed_components()
 
     def run(self) -> Comparison:
-        self.closed = self._closed_components()
         for op in self.t.ops:
             if op.kind not in ("op", "anchor") or (op.id in self.tail and op.kind == "op"):
                 continue
@@ -207,10 +211,7 @@ class _Comparer:
     # -- values without a partner ----------------------------------------------------------------------------------------
 
     def _closed_components(self) -> list[bool]:
-        """Group training ops without partners; a group is closed if everything it feeds is aligned."""
-        lonely = {op.id for op in self.t.ops if op.kind == "op" and op.id not in self.al.partners and op.id not in self.tail}
-        self.members = components(lonely, self.t.graph.subgraph(lonely).edges())
-        self.component = {x: n for n, group in enumerate(self.members) for x in group}
+        """Whether each component is closed: everything it feeds is aligned."""
         closed = []
         for group in self.members:
             outs = [(c, s) for x in group for c, s in self.consumers.get(x, ()) if c not in self.component]

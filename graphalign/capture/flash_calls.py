@@ -40,7 +40,7 @@ def kernel_call(fn: Callable[..., Any], implementation: str, tokens: int, keys: 
             setattr(utils, name, kernel)
     if len(seen) != 1:
         return result, {"unknown": f"the {implementation} function calls {len(seen)} FlashAttention kernels"}
-    return result, _read(seen[0], tokens, keys)
+    return result, read_call(seen[0], tokens, keys)
 
 
 def _watched(kernel: Callable[..., Any], seen: list[dict[str, Any]]) -> Callable[..., Any]:
@@ -57,7 +57,7 @@ def _watched(kernel: Callable[..., Any], seen: list[dict[str, Any]]) -> Callable
     return call
 
 
-def _read(call: dict[str, Any], tokens: int, keys: int, look: Callable[..., dict[str, Any]] = seen_by) -> dict[str, Any]:
+def read_call(call: dict[str, Any], tokens: int, keys: int, look: Callable[..., dict[str, Any]] = seen_by) -> dict[str, Any]:
     ends = [call[n].tolist() for n in ("cu_seqlens_q", "cu_seqlens_k") if call.get(n) is not None]
     if any(e not in ([0, tokens], [0, keys]) for e in ends):
         return {"unknown": f"packed sequences, which end at {ends[0][:8]}"}

@@ -39,6 +39,12 @@ class Tracer:
     dtype: dict[int, str] = field(default_factory=dict)
     head: int | None = None
     """Op index of the last GEMM."""
+    origin: dict[int, int] = field(default_factory=dict)
+    """Value id to the node that makes it."""
+    weights: dict[int, str] = field(default_factory=dict)
+    """Value id to the parameter that it is, or is a view or cast of."""
+    numel: dict[int, int] = field(default_factory=dict)
+    """Value id to its number of elements."""
     _occurrences: dict[tuple[Any, ...], int] = field(default_factory=dict)
     _readers: dict[int, list[int]] | None = None
     _reads: dict[int, list[int]] = field(default_factory=dict)
@@ -50,9 +56,7 @@ class Tracer:
 
     def run(self) -> Dataflow:
         """Trace the capture."""
-        self.origin: dict[int, int] = {}
-        self.weights: dict[int, str] = {}
-        self.numel = {i.value.id: math.prod(i.value.shape) for i in self.capture.inputs}
+        self.numel |= {i.value.id: math.prod(i.value.shape) for i in self.capture.inputs}
         for i in self.capture.inputs:
             self.dtype[i.value.id] = i.value.dtype
             if i.kind == "parameter":

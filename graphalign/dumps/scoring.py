@@ -91,7 +91,7 @@ def score_dump(
     """
     from graphalign.engines.trainer import build_trainer
 
-    kept = _scorable(c)
+    kept = scorable(c)
     regime = spec.regime if spec is not None else {}
     function = function or find_function(regime.get("logprobs", DEFAULT))
     progress("build the model", None)
@@ -190,7 +190,7 @@ def _named(findings: list[Finding], *, refuses: bool = True) -> list[Finding]:
     ]
 
 
-def _scorable(c: Collection) -> list[Kept]:
+def scorable(c: Collection) -> list[Kept]:
     # A trainer may write a response twice, when it was sampled and when it was trained on: the one with both columns is taken.
     once: dict[bytes, Kept] = {}
     for k in c.kept:

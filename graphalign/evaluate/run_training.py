@@ -69,14 +69,17 @@ class Run:
     memo: dict[object, Val] | None = field(default_factory=dict)
     """Results by what they were computed from; None: nothing is remembered, for a short evaluation over a finished one."""
 
+    def __post_init__(self) -> None:
+        self.inputs = {i.value.id: i for i in self.capture.inputs}
+        self.env: dict[int, Val] = {}
+        """Value id to what it is."""
+        self.node_of = self.tracer.origin
+        self._lists: dict[object, list[Val]] = {}
+
     def run(self) -> Run:
         """Evaluate everything, in order."""
         if self.native is None:
             self.native = native_constants(self.capture, self.tracer, self.arithmetic)
-        self.inputs = {i.value.id: i for i in self.capture.inputs}
-        self.env: dict[int, Val] = {}
-        self.node_of: dict[int, int] = self.tracer.origin
-        self._lists: dict[object, list[Val]] = {}
         for n, node in enumerate(self.capture.nodes):
             op_id = self.tracer.op_of_node.get(n)
             if op_id is None:

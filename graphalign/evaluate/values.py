@@ -219,10 +219,10 @@ def round_to(data: torch.Tensor, dtype: str) -> torch.Tensor:
             return carried.bitwise_and_(-1 << drop).view(torch.float64)
         if high != high and not bool((unknown := data.isnan()).all()):  # what other ranks hold; the rest takes the quick way
             return round_to(data.masked_fill(unknown, 0.0), dtype).masked_fill(unknown, float("nan"))
-    return _round_slowly(data, dtype)
+    return round_slowly(data, dtype)
 
 
-def _round_slowly(data: torch.Tensor, dtype: str) -> torch.Tensor:
+def round_slowly(data: torch.Tensor, dtype: str) -> torch.Tensor:
     """The same for any numbers and formats.
 
     The value is first rounded to odd at FP32's precision, so that the second rounding gives the correctly rounded result

@@ -21,7 +21,10 @@ from graphalign.ir.training import Source
 _ASSIGNED = re.compile(r"\s*(\w+)\s*(?::[^=]*)?=")
 _WRITTEN = re.compile(r";\s*(\w+)\s*(?::[^=]*)?=")
 """After an in-place statement: `a[b] = c;  setitem = a`."""
-_TRACE = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n(?P<code>    .*)\n(?P<marks>[ ^~]*\^[ ^~]*)?')
+STACK_FRAME = re.compile(
+    r'  File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n(?P<code>    .*)\n(?P<marks>[ ^~]*\^[ ^~]*)?'
+)
+"""A frame of the stack trace that Dynamo keeps of a node."""
 
 
 class GeneratedCode:
@@ -77,7 +80,7 @@ def trace_source(node: fx.Node) -> tuple[str, Source] | None:
 
     The trace marks the columns of the expression's first line only.
     """
-    found = list(_TRACE.finditer(str(node.meta.get("stack_trace") or "")))
+    found = list(STACK_FRAME.finditer(str(node.meta.get("stack_trace") or "")))
     if not found:
         return None
     m = next((x for x in reversed(found) if is_modeling_file(x["file"])), found[-1])

@@ -82,6 +82,7 @@ class _Sketcher:
         self.out = Sketch("")
         self.by_id = {v.id: v for v in panel.vertices}
         self.rows: dict[str, list[str]] = defaultdict(list)
+        self.placed: set[str] = set()
 
     def run(self, title: str, note: str, legend: bool, aligned: bool) -> Sketch:
         g = graphviz.Digraph(
@@ -240,7 +241,6 @@ class _Sketcher:
     # -- edges ------------------------------------------------------------------------------------------------------------
 
     def _pills(self) -> list[tuple[str, Arrow]]:
-        self.placed: set[str] = set()
         return [(f"p{n}", a) for n, a in enumerate(self.panel.arrows) if a.sites or a.verdict]
 
     def _own(self, a: Arrow) -> bool:

@@ -16,7 +16,7 @@ from torch import fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphalign.evaluate.aten import ATTENTIONS, MATMULS, TRANSPARENT, base
-from graphalign.ir.compiled import _TRACE, module_ids, qualified_name
+from graphalign.ir.compiled import STACK_FRAME, module_ids, qualified_name
 from graphalign.ir.dataflow import LOW_PRECISION
 from graphalign.ir.frames import is_modeling_file
 from graphalign.rewrite.attention import OP, is_attention, set_path
@@ -116,7 +116,7 @@ def _module(node: fx.Node, names: dict[int, str]) -> str:
 
 def _function(node: fx.Node) -> tuple[str, str]:
     """Qualified name of the innermost modeling function, and the text of its line."""
-    for m in reversed(list(_TRACE.finditer(str(node.meta.get("stack_trace") or "")))):
+    for m in reversed(list(STACK_FRAME.finditer(str(node.meta.get("stack_trace") or "")))):
         if is_modeling_file(m["file"]):
             return qualified_name(m["file"], int(m["line"])) or m["function"], m["code"].strip()
     return "", ""

@@ -76,6 +76,7 @@ class _Rewriter:
         self.unread = {n for n in gm.graph.nodes if not n.users}
         self.wide_nodes: dict[fx.Node, fx.Node] = {}
         self.narrow_nodes: dict[fx.Node, fx.Node] = {}
+        self.wide: set[fx.Node] = set()
 
     def run(self) -> Rewritten:
         self._take_apart()

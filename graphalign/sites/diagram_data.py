@@ -44,13 +44,12 @@ def draw(
         layer = layer_of(al.training.ops[key[0]].module)
         for group in (site.rpartition(".")[0], ""):
             by[group][layer].append(judged.findings[key])
-    readers = al.training.readers
     panels: list[Panel] = []
     omitted: list[Omitted] = []
     for group in sorted(by, key=lambda g: (not g, g)):
         kinds: dict[Any, list[Panel]] = defaultdict(list)
         for layer, edges in by[group].items():
-            panel = Cut(al, ends, judged, group, layer, edges).panel(readers)
+            panel = Cut(al, ends, judged, group, layer, edges).panel()
             kinds[_signature(panel)].append(panel)
         ranked = sorted(kinds.values(), key=lambda same: (same[0].layer is None, -len(same), same[0].layer or 0))
         for n, same in enumerate(ranked):
@@ -60,13 +59,13 @@ def draw(
                 panels.append(same[0].model_copy(update={"layers": layers, "differs": differs}))
             else:
                 omitted.append(Omitted(group=group, layers=layers, differs=differs))
-    entries, more = _entries(al, ends, judged, readers)
+    entries, more = _entries(al, ends, judged)
     panels += entries
     omitted += more
     return Drawing(panels=tuple(panels), excerpts=tuple(_excerpts(al, judged)), omitted=_merge(omitted))
 
 
-def _entries(al: Alignment, ends: Ends, judged: Judged, readers: dict[int, list[tuple[int, int]]]) -> tuple[list[Panel], list[Omitted]]:
+def _entries(al: Alignment, ends: Ends, judged: Judged) -> tuple[list[Panel], list[Omitted]]:
     """A panel for all edges of one kind and reason, in the layer that has most of them."""
     found: dict[tuple[str, str], list[Finding]] = defaultdict(list)
     for key, f in judged.findings.items():
@@ -84,7 +83,7 @@ def _entries(al: Alignment, ends: Ends, judged: Judged, readers: dict[int, list[
             continue
         drawn[verdict] += 1
         layer = max(by, key=lambda n: (len(by[n]), -1 if n is None else -n))
-        panel = Cut(al, ends, judged, verdict, layer, by[layer]).panel(readers)
+        panel = Cut(al, ends, judged, verdict, layer, by[layer]).panel()
         names = tuple(dict.fromkeys(al.training.ops[f.consumer].name for f in by[layer]))
         panels.append(Panel.model_validate(panel.model_dump() | {"entry": verdict, "reason": reason, "names": names, "layers": layers}))
     return panels, omitted

@@ -131,11 +131,12 @@ class _Builder:
         self.assumed, self.compared = assumed_anchors(inside), compared_anchors(inside)
         self.unexercised = unexercised(al)
         self.anchors = anchors
+        self.refused: list[tuple[Finding, str]] = []
+        self.site_of: dict[tuple[int, int, int], str] = {}
+        """(consumer, slot, producer) to the site it is."""
 
     def build(self, seconds: dict[str, float], assumed: int = 0) -> Report:
         """The report."""
-        self.refused: list[tuple[Finding, str]] = []
-        self.site_of: dict[tuple[int, int, int], str] = {}
         groups = self._groups()
         semantic = self._partings(self.divergence.semantic)
         header = self.inference.header

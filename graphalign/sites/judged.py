@@ -27,6 +27,7 @@ class Judged:
     _launch: dict[int, int] = field(default_factory=dict)
     _sites_of: dict[int, list[Edge]] = field(default_factory=dict)
     _members: dict[int, list[int]] = field(default_factory=dict)
+    _position: dict[Edge, int] = field(default_factory=dict)
     _count: int = 0
 
     def verdict(self, edge: Edge) -> str:
@@ -43,7 +44,7 @@ class Judged:
     def sites_read_by(self, consumers: Iterable[int]) -> list[Edge]:
         """Edges that are sites and end in one of some ops, in the order of `sites`."""
         if not self._sites_of:
-            self._position = {key: n for n, key in enumerate(self.sites)}
+            self._position.update((key, n) for n, key in enumerate(self.sites))
             for key in self.sites:
                 self._sites_of.setdefault(key[0], []).append(key)
         return sorted((key for c in consumers for key in self._sites_of.get(c, ())), key=self._position.__getitem__)

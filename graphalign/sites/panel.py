@@ -57,10 +57,23 @@ class Cut:
         self.t, self.i = al.training, al.inference
         self.left, self.right = _Side(), _Side()
         self.launch = judged.launches(al)
+        self.focus: set[int] = set()
+        """Training ops that are drawn one by one: the ends of the sites."""
+        self.members: set[int] = set()
+        """Training ops that are drawn, one by one or folded."""
+        self.key_t: dict[int, Key] = {}
+        """Training ops to their vertices."""
+        self.key_i: dict[int, Key] = {}
+        """Inference ops to theirs."""
+        self.above: dict[Key, list[Key]] = defaultdict(list)
+        """Vertices of the inference side to those that they read."""
+        self.sinks: list[tuple[int, int]] = []
+        """(anchor or op, slot) that read what is drawn of the training side."""
+        self.anchor_edges: list[tuple[int, int]] = []
+        """The same of the inference side."""
 
-    def panel(self, readers: dict[int, list[tuple[int, int]]]) -> Panel:
-        """The panel; `readers` are the training graph's consumers."""
-        self.readers = readers
+    def panel(self) -> Panel:
+        """The panel."""
         self._choose()
         self._draw_training()
         self._draw_inference()
@@ -85,7 +98,7 @@ class Cut:
             if x not in regions.sums and x not in regions.tail and layer_of(self.t.ops[x].module) in layers
         }
         self.members = inside | self.focus
-        self.key_t: dict[int, Key] = {x: ("op", x) for x in self.focus}
+        self.key_t = {x: ("op", x) for x in self.focus}
         behind: dict[int, frozenset[int]] = {}
         for x in sorted(self.members):
             mine: set[int] = set()
@@ -103,13 +116,12 @@ class Cut:
 
     def _draw_training(self) -> None:
         side = self.left
-        self.sinks: list[tuple[int, int]] = []
         for x in sorted(self.members):
             side.members[self.key_t[x]].append(x)
             for slot, operand in enumerate(self.t.ops[x].operands):
                 for ref in operand:
                     self._training_edge(ref.producer, x, slot, ref.roundings)
-            for c, slot in self.readers.get(x, ()):
+            for c, slot in self.t.readers.get(x, ()):
                 reader = self.t.ops[c]
                 wanted = reader.kind == "anchor" or (reader.kind == "op" and x not in self.al.regions.sums)
                 if c not in self.members and wanted:
@@ -142,7 +154,6 @@ class Cut:
     def _starts(self) -> list[int]:
         matched = dict(self.al.outputs)
         starts = []
-        self.anchor_edges: list[tuple[int, int]] = []
         for sink in dict.fromkeys(self.sinks):
             # an operand that holds other values has no match, but its anchor may have one
             known = [matched[sink]] if sink in matched else [(i, sink[1]) for i in self.al.partners.get(sink[0], ())]
@@ -169,7 +180,6 @@ class Cut:
         placed = set(self.i.above(self._starts(), inside))
         border = {i for i in placed if not inside(i)}
         reads = {i: placed.difference(border).intersection(self.i.graph.succ[i]) for i in placed}
-        self.key_i: dict[int, Key] = {}
         for i in sorted(placed, reverse=True):
             self.key_i[i] = self._inference_key(i, i in border, reads[i])
         side = self.right
@@ -212,7 +222,6 @@ class Cut:
         """Number the inference edges that are a site's evidence."""
         readers = {x for _, head, _ in self.left.edges for x in self.left.members[head]}
         leaving: dict[Key, list[tuple[Key, tuple[str, ...], _Edge]]] = defaultdict(list)
-        self.above: dict[Key, list[Key]] = defaultdict(list)
         for (a, b, roundings), edge in self.right.edges.items():
             leaving[a].append((b, roundings, edge))
             self.above[b].append(a)

@@ -11,7 +11,7 @@ import torch
 from graphalign.align.align import align, prepare
 from graphalign.align.anchors import compare_anchors
 from graphalign.align.masks import compare_masks
-from graphalign.capture.flash_calls import _read
+from graphalign.capture.flash_calls import read_call
 from graphalign.capture.training import record_forward
 from graphalign.capture.visible import visible
 from graphalign.engines.flash import stand_in
@@ -262,7 +262,7 @@ def test_what_a_flash_attention_kernel_is_given_is_compared() -> None:
 
 def test_packed_sequences_are_not_compared() -> None:
     call = {"cu_seqlens_q": torch.tensor([0, 5, 8]), "cu_seqlens_k": torch.tensor([0, 5, 8]), "causal": True, "q": torch.zeros(8, 2, 4)}
-    assert _read(call, 8, 8)["unknown"].startswith("packed sequences, which end at [0, 5, 8]")
+    assert read_call(call, 8, 8)["unknown"].startswith("packed sequences, which end at [0, 5, 8]")
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "flex_attention"])

@@ -203,12 +203,12 @@ def test_the_command_line_scores_a_folder(played: tuple[torch.nn.Module, PatchSp
 
 
 def test_a_response_that_was_written_twice_is_scored_once(tmp_path: Path) -> None:
-    from graphalign.dumps.scoring import _scorable
+    from graphalign.dumps.scoring import scorable
 
     run = samples.run()
     paths = [samples.write_torch(tmp_path / "rollout_data" / "12.pt", samples.slime_rollout(run)),
              samples.write_torch(tmp_path / "train_data" / "12.pt", samples.slime_train(run))]  # fmt: skip
-    kept = _scorable(collect(paths, load_formats(), progress=lambda *_: None))
+    kept = scorable(collect(paths, load_formats(), progress=lambda *_: None))
     assert len(kept) == len(run)
     assert all(k.training is not None for k in kept)
 
