@@ -17,8 +17,8 @@ import graphalign
 
 PACKAGE = Path(graphalign.__file__).parent
 LAYERS = (
-    {"errors"}, {"ir", "rules"}, {"dataflow", "evaluate"}, {"align"}, {"sites"}, {"patch", "console", "logprobs"}, {"rewrite", "drift"},
-    {"proof"}, {"gap", "clusters", "source"}, {"dumps", "monitor", "integrations"}, {"render"},
+    {"errors"}, {"ir", "rules"}, {"dataflow", "evaluate"}, {"align"}, {"sites"}, {"pictures", "patch", "console", "logprobs"},
+    {"rewrite", "drift"}, {"proof"}, {"gap", "clusters", "source"}, {"dumps", "monitor", "integrations"}, {"render"},
     {"engines", "capture"}, {"pipeline"}, {"rules_check", "cli"},
 )  # fmt: skip
 """Folders and modules of the package, from the bottom up; those of one layer may import each other."""

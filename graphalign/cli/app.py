@@ -176,8 +176,8 @@ def diff(
     from graphalign.ir.files import read_json, write_json
     from graphalign.ir.inference import InferenceGraph
     from graphalign.ir.training import TrainingGraph
+    from graphalign.pipeline.diff import diff as find_sites
     from graphalign.rules import rules_dir
-    from graphalign.sites.find import diff as find_sites
 
     rules = rules_dir(rules)
     console.require_output(output)

@@ -23,6 +23,7 @@ from graphalign.ir.training import TrainingGraph
 from graphalign.logprobs import DEFAULT, LogProbabilities, find_function, name_of
 from graphalign.patch.make import make_spec
 from graphalign.patch.spec import PatchSpec, refuse_other_target, save
+from graphalign.pictures.choose import draw
 from graphalign.proof.values import read_values
 from graphalign.sites.find import diff_pair
 
@@ -195,7 +196,7 @@ def _stock(settings: Settings, stages: Stages, reach: int | None) -> tuple[nn.Mo
 def _make_patch(settings: Settings, pair: Pair, stages: Stages) -> PatchSpec:
     """The patch of everything that `find` would find, written with its sites to the output folder."""
     stages("diff", None)
-    sites = diff_pair(pair, settings.rules)
+    sites = diff_pair(pair, settings.rules, draw=draw)
     write_json(settings.out / "sites.json", sites, indent=1)
     spec = make_spec(sites)
     save(spec, settings.out / "patch.yaml")

@@ -116,11 +116,11 @@ def find(
     from graphalign.dataflow.ranges import tokens_to_record
     from graphalign.ir.files import write_json
     from graphalign.pipeline.clustering import Probe
+    from graphalign.pipeline.diff import diff
     from graphalign.pipeline.kernels import check_map
     from graphalign.pipeline.sides import Engine, Trainer, require_trainer
     from graphalign.render.files import write_report
     from graphalign.rules import rules_dir
-    from graphalign.sites.find import diff
 
     factory, folder_of_rules = console.check_factory(factory), rules_dir(rules)
     arguments = console.with_ranks(dict(engine_args or {}), tensor_parallel)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Hashable
 
-from graphalign.sites.drawing import Arrow, Panel, Vertex
+from graphalign.ir.drawing import Arrow, Panel, Vertex
 
 
 def fold_copies(panel: Panel) -> tuple[Panel, dict[str, tuple[Vertex, ...]]]:

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 import graphviz
 
+from graphalign.ir.drawing import Arrow, Vertex
 from graphalign.render.labels import SOURCES, kernels_label, lines, sites_label, vertex_hover, wrap
 from graphalign.render.sheets import BARS, STEPS, Sheet, own
 from graphalign.render.words import clean, formats, shorten
-from graphalign.sites.drawing import Arrow, Vertex
 
 ROUNDED, UNROUNDED, ODD = "#c2410c", "#0369a1", "#a16207"
 """Vermillion, blue, and mustard for what is no site but not in order either; dark enough for white text and for thin lines."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from graphalign.errors import BadInputError, GraphalignError
 
 if TYPE_CHECKING:
-    from graphalign.sites.drawing import Panel
+    from graphalign.ir.drawing import Panel
     from graphalign.sites.report import Report
 
 

@@ -6,9 +6,9 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 
+from graphalign.ir.drawing import Panel, Vertex
 from graphalign.render.sheets import BARS, Sheet, titles
 from graphalign.render.words import clean, kernel_name, layer_words, shorten
-from graphalign.sites.drawing import Panel, Vertex
 from graphalign.sites.ends import layer_of
 
 WIDTH = 29

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from graphalign.align.shared import SHARED
+from graphalign.ir.drawing import Panel
 from graphalign.ir.paths import ranges
 from graphalign.render.dot import can_draw
 from graphalign.render.frame import contents, document, navigation
@@ -17,7 +18,6 @@ from graphalign.render.page_sites import details_section, sites_section
 from graphalign.render.patch_source import SourceDiff, as_html
 from graphalign.render.textdiff import BUCKETS, TITLES, render_text
 from graphalign.render.words import action, backend, clean, headline, place
-from graphalign.sites.drawing import Panel
 from graphalign.sites.report import Entry, Report
 
 SCRIPT = Path(__file__).with_name("page.js")

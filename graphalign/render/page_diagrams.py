@@ -5,6 +5,7 @@ from __future__ import annotations
 import xml.etree.ElementTree as ET
 from collections.abc import Iterable
 
+from graphalign.ir.drawing import Panel
 from graphalign.render.diagram import Sketch, sketch
 from graphalign.render.dot import DrawingError, NoGraphvizError, draw_svg, to_text
 from graphalign.render.labels import caption, subtitle
@@ -12,7 +13,6 @@ from graphalign.render.markup import Content, Html, tag, text
 from graphalign.render.patch_source import SourceDiff, as_html
 from graphalign.render.sheets import Sheet, sheets
 from graphalign.render.words import action, clean, layer_words, place
-from graphalign.sites.drawing import Panel
 from graphalign.sites.report import Report
 
 MISSING = "This sites file holds no diagram data; make it anew: graphalign diff INF TRAIN -o sites.json"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from graphalign.ir.drawing import Excerpt
 from graphalign.ir.paths import ranges
 from graphalign.render.excerpt import Line, Sources
 from graphalign.render.markup import Content, Html, anchor, table, tag, text
 from graphalign.render.patch_source import SourceDiff
 from graphalign.render.words import clean, expression, formats, kernel_name, place
-from graphalign.sites.drawing import Excerpt
 from graphalign.sites.report import End, Report, Site
 
 

@@ -16,8 +16,8 @@ from itertools import islice
 from networkx import DiGraph
 from networkx.algorithms.isomorphism import DiGraphMatcher, categorical_edge_match, categorical_node_match
 
+from graphalign.ir.drawing import Arrow, Panel, Vertex
 from graphalign.render.copies import fold_copies
-from graphalign.sites.drawing import Arrow, Panel, Vertex
 
 STEPS = ("op", "steps")
 BARS = ("gemm", "attention", "anchor")

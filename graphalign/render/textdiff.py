@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from graphalign.ir.drawing import Excerpt
 from graphalign.render.patch_source import SourceDiff, as_text
 from graphalign.render.words import action, backend, clean, expression, formats, headline, layer_words, place, shorten
-from graphalign.sites.drawing import Excerpt
 from graphalign.sites.report import Entry, Report, Site
 
 BUCKETS = ("semantic", "unpatchable", "conflicting", "undetermined", "leftovers")

@@ -6,6 +6,7 @@ import math
 import re
 import time
 from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,11 @@ from graphalign.align.positions import range_notes
 from graphalign.evaluate.aten import FACTORIES, base
 from graphalign.ir.collector import paused
 from graphalign.ir.dataflow import Op
+from graphalign.ir.drawing import Drawing
 from graphalign.ir.inference import TAIL, InferenceGraph
 from graphalign.ir.training import TrainingGraph
 from graphalign.rules import rules_dir
 from graphalign.sites.assumed import assumed_anchors, compared_anchors, old_masks, uncompared, unexercised, unrotated
-from graphalign.sites.diagram_data import draw
 from graphalign.sites.divergence import Divergence, Parting, explained, find_misplaced, find_partings, find_random, label
 from graphalign.sites.ends import Ends, layer_of, pattern_of
 from graphalign.sites.groups import Namer, load_group_rules
@@ -33,12 +34,17 @@ from graphalign.sites.names import name_notes
 from graphalign.sites.nodes import statuses
 from graphalign.sites.report import Entry, Evidence, Group, Report, Site
 
+Draw = Callable[[Alignment, Ends, Iterable[Finding], dict[tuple[int, int, int], str], Iterable[Parting]], Drawing]
+"""Prepares what `render` draws, see `pictures.choose.draw`."""
 FEW = 8
 """Elements of a value whose rounding need not show in every layer: it is a site if it shows in one, and their graphs agree."""
 
 
 @paused()
-def diff(inference: InferenceGraph, training: TrainingGraph, *, rules: Path | None = None, progress: Progress | None = None) -> Report:
+def diff(
+    inference: InferenceGraph, training: TrainingGraph, *, rules: Path | None = None, progress: Progress | None = None,
+    draw: Draw | None = None,
+) -> Report:  # fmt: skip
     """Find every place where a rounding moved.
 
     Args:
@@ -46,6 +52,7 @@ def diff(inference: InferenceGraph, training: TrainingGraph, *, rules: Path | No
         training: the eager graph, as captured.
         rules: folder of rules; the packaged ones if None.
         progress: called with (stage, fraction).
+        draw: prepares diagrams; None: the report has none.
 
     Raises:
         BadInputError: the captures are of different models or cannot be read.
@@ -53,10 +60,10 @@ def diff(inference: InferenceGraph, training: TrainingGraph, *, rules: Path | No
     """
     folder = rules_dir(rules)
     started = time.perf_counter()
-    return diff_pair(prepare(inference, training, folder), folder, progress, started)
+    return diff_pair(prepare(inference, training, folder), folder, progress, started, draw)
 
 
-def diff_pair(pair: Pair, rules: Path, progress: Progress | None = None, started: float | None = None) -> Report:
+def diff_pair(pair: Pair, rules: Path, progress: Progress | None = None, started: float | None = None, draw: Draw | None = None) -> Report:
     """The same for captures that are traced already; `started` is when that began, for the seconds in the report."""
     say = progress or (lambda stage, fraction: None)
     started = time.perf_counter() if started is None else started
@@ -84,7 +91,7 @@ def diff_pair(pair: Pair, rules: Path, progress: Progress | None = None, started
     say("check", 1.0)
     say("report", 0.0)
     report = _Builder(pair, al, comparison, result, Namer(al, load_group_rules(rules)), divergence, inside, anchors).build(
-        {"align": aligned - started, "check": checked - aligned}, len(assumed)
+        {"align": aligned - started, "check": checked - aligned}, len(assumed), draw
     )
     say("report", 1.0)
     return report
@@ -135,7 +142,7 @@ class _Builder:
         self.site_of: dict[tuple[int, int, int], str] = {}
         """(consumer, slot, producer) to the site it is."""
 
-    def build(self, seconds: dict[str, float], assumed: int = 0) -> Report:
+    def build(self, seconds: dict[str, float], assumed: int = 0, draw: Draw | None = None) -> Report:
         """The report."""
         groups = self._groups()
         semantic = self._partings(self.divergence.semantic)
@@ -182,7 +189,7 @@ class _Builder:
             + old_masks(self.anchors.old),
             uncompared=uncompared(self.al, self.anchors.unknown, tail=any(g.name == TAIL for g in self.inference.graphs)),
             unrotated=unrotated(self.t),
-            drawing=draw(self.al, self.ends, self.comparison.findings, self.site_of, self.divergence.semantic),
+            drawing=draw(self.al, self.ends, self.comparison.findings, self.site_of, self.divergence.semantic) if draw else None,
         )
 
     # -- sites ----------------------------------------------------------------------------------------------------------

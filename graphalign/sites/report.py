@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from graphalign.sites.drawing import Drawing
+from graphalign.ir.drawing import Drawing
 
 FORMAT_VERSION = 1
 

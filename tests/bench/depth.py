@@ -68,7 +68,7 @@ def measure(inference: Path, training: Path, sites: Path) -> dict[str, list[floa
     from graphalign.ir.files import read_json, write_json
     from graphalign.ir.inference import InferenceGraph
     from graphalign.ir.training import TrainingGraph
-    from graphalign.sites.find import diff
+    from graphalign.pipeline.diff import diff
 
     torch.set_num_threads(1)
     stages("read")

@@ -31,7 +31,7 @@ def make_report(out: Path) -> Report:
     from graphalign.capture.training import capture_training
     from graphalign.engines.examples import resolve_model
     from graphalign.ir.inference import InferenceGraph
-    from graphalign.sites.find import diff
+    from graphalign.pipeline.diff import diff
 
     model = resolve_model(MODEL)
     captured = out / f"{MODEL.replace(':', '-')}.{TARGET}.json.gz"  # as run.py names it

@@ -48,8 +48,8 @@ def measure(model: str, out: Path, repeat: int) -> dict[str, dict[str, float]]:
     from graphalign.capture.inference import capture_inference
     from graphalign.capture.training import capture_training
     from graphalign.engines.examples import resolve_model
+    from graphalign.pipeline.diff import diff
     from graphalign.rules import rules_dir
-    from graphalign.sites.find import diff
 
     folder = resolve_model(model)
     timer = Timer()

@@ -8,7 +8,7 @@ from pathlib import Path
 from graphalign.ir.files import read_json
 from graphalign.ir.inference import InferenceGraph
 from graphalign.ir.training import TrainingGraph
-from graphalign.sites.find import diff
+from graphalign.pipeline.diff import diff
 from graphalign.sites.report import Report
 
 CAPTURES = Path(__file__).parent / "captures"

@@ -12,8 +12,8 @@ from typing import Any
 from graphalign.drift.snapshot import Snapshot, of_inference, of_report
 from graphalign.ir.files import read_json
 from graphalign.ir.inference import InferenceGraph
+from graphalign.pipeline.diff import diff
 from graphalign.rules import rules_dir
-from graphalign.sites.find import diff
 from graphalign.sites.report import Report
 from tests.breadth import captured as breadth
 from tests.fixtures import recorded

@@ -9,12 +9,12 @@ from typer.testing import CliRunner
 
 import graphalign.cli.render  # noqa: F401  (registers the command)
 from graphalign.cli.app import app
+from graphalign.ir.drawing import Arrow, Panel
 from graphalign.ir.files import write_json
 from graphalign.render.page import render_page
 from graphalign.render.sheets import sheets
 from graphalign.render.textdiff import render_text
 from graphalign.render.words import backend
-from graphalign.sites.drawing import Arrow, Panel
 from tests.breadth.captured import captures
 from tests.render import needs
 from tests.render.browser import Browser

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from graphalign.sites.drawing import Drawing, Panel
+from graphalign.ir.drawing import Drawing, Panel
 from graphalign.sites.report import Report
 from tests.fixtures.recorded import EXAMPLES, report
 

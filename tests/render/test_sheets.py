@@ -6,10 +6,10 @@ from collections import defaultdict
 
 import pytest
 
+from graphalign.ir.drawing import Arrow, Panel, Vertex
 from graphalign.render.copies import fold_copies
 from graphalign.render.labels import lines, sites_label, subtitle, wrap
 from graphalign.render.sheets import STEPS, Sheet, own, sheets, titles
-from graphalign.sites.drawing import Arrow, Panel, Vertex
 from tests.render.reports import report
 
 MODELS = ("qwen3", "smollm2", "h100", "gemma3", "granite", "gpt_neox", "gpt_oss", "qwen3_next", "bloom")

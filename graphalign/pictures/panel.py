@@ -16,10 +16,10 @@ from graphalign.align.edges import Finding
 from graphalign.evaluate.aten import base
 from graphalign.evaluate.parts import step_words
 from graphalign.ir.dataflow import Op
+from graphalign.ir.drawing import Arrow, Panel, Vertex
 from graphalign.ir.graph import components, met
-from graphalign.sites.drawing import Arrow, Panel, Vertex
+from graphalign.pictures.judged import Judged, label, title
 from graphalign.sites.ends import Ends, layer_of
-from graphalign.sites.judged import Judged, label, title
 
 Key = Hashable
 MOST_KERNELS = 3

@@ -10,11 +10,11 @@ from typing import Any
 from graphalign.align.align import Alignment
 from graphalign.align.edges import Finding, Path
 from graphalign.ir.dataflow import Ref
+from graphalign.ir.drawing import Drawing, Excerpt, Omitted, Panel
+from graphalign.pictures.judged import Judged, short_module
+from graphalign.pictures.panel import Cut
 from graphalign.sites.divergence import Parting
-from graphalign.sites.drawing import Drawing, Excerpt, Omitted, Panel
 from graphalign.sites.ends import Ends, layer_of, pattern_of
-from graphalign.sites.judged import Judged, short_module
-from graphalign.sites.panel import Cut
 
 MOST_KINDS = 3
 """Kinds of layers drawn per group; further ones are named."""
