@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -31,7 +32,15 @@ SEED = 20240917
 CLOSE = 2.0**-40
 Order = tuple[int, torch.Tensor]
 """The axis of tokens, and each token's elements in ascending order of value, as places."""
-SCALED_OUTSIDE = "it is a multiple of what the engine's compiled graph returns; whether the engine scales it too is not in this capture"
+
+
+class Why(enum.StrEnum):
+    """Why an operand of one of the trainer's anchors has no partner, in words."""
+
+    SCALED_OUTSIDE = "it is a multiple of what the engine's compiled graph returns; whether the engine scales it too is not in this capture"
+    OTHER_VALUES = "its elements are not in the inference operand"
+    NOT_EVALUATED = "it could not be evaluated"
+    NO_ANCHOR = "no inference op matches this anchor"
 
 
 @dataclass
@@ -52,7 +61,7 @@ class Alignment:
     """Matched operands of anchors and outputs: training (op, slot) to inference (op, slot)."""
     unsupported: dict[tuple[str, int], str] = field(default_factory=dict)
     """(side, op) to why it was not evaluated."""
-    parted: dict[tuple[int, int], str] = field(default_factory=dict)
+    parted: dict[tuple[int, int], Why] = field(default_factory=dict)
     """Training anchor operand (op, slot) whose elements the inference operand does not hold, with the reason."""
     rescaled: dict[int, float] = field(default_factory=dict)
     """Attention anchors whose query the trainer multiplies by a constant that the engine multiplies the scores by."""
@@ -330,13 +339,13 @@ def _match_operands(out: Alignment, run_t: run_training.Run, run_i: run_inferenc
             if hit is not None:
                 out.outputs.append(((op.id, slot), hit))
             elif pairs and a is not None and op.id in out.regions.tail and _multiple(a, run_i.operands.get(pairs[0])):
-                out.parted[op.id, slot] = SCALED_OUTSIDE
+                out.parted[op.id, slot] = Why.SCALED_OUTSIDE
             elif pairs and a is not None:
-                out.parted[op.id, slot] = "its elements are not in the inference operand"
+                out.parted[op.id, slot] = Why.OTHER_VALUES
             elif a is None:
-                out.parted[op.id, slot] = "it could not be evaluated"
+                out.parted[op.id, slot] = Why.NOT_EVALUATED
             else:
-                out.parted[op.id, slot] = "no inference op matches this anchor"
+                out.parted[op.id, slot] = Why.NO_ANCHOR
 
 
 def _multiple(a: torch.Tensor, b: torch.Tensor | None) -> bool:

@@ -19,7 +19,7 @@ from graphalign.evaluate.parts import key_name
 from graphalign.ir.files import load_raw, read_json
 from graphalign.ir.inference import InferenceGraph
 from graphalign.ir.training import TrainingGraph
-from graphalign.patch.make import LEFT_OUT, key_of
+from graphalign.patch.make import key_of
 from graphalign.patch.spec import Key, PatchSpec, Skipped, load, parse_layers
 from graphalign.sites.report import Entry, Evidence, Report, Site
 
@@ -130,15 +130,16 @@ def of_spec(spec: PatchSpec, path: str = "patch.yaml") -> Snapshot:
 
 def _left_out(skipped: tuple[Skipped, ...]) -> Iterator[str | int | None]:
     for s in skipped:
-        if s.reason == LEFT_OUT:
-            yield s.site.removesuffix(".*")
-        elif s.reason.startswith(f"{LEFT_OUT}: layers "):
+        what = s.left_out
+        if what is not None and what.group:
+            yield what.group
+        elif what is not None and what.layers:
             try:
-                yield from parse_layers(s.reason.removeprefix(f"{LEFT_OUT}: layers "))
+                yield from parse_layers(what.layers)
             except ValueError as e:
                 hint = "make it again with `graphalign patch`"
                 raise BadInputError(f"this patch spec leaves out what are no layers: {e}", hint=hint) from None
-        elif s.reason.startswith(LEFT_OUT):
+        elif what is not None:
             yield None
 
 

@@ -7,11 +7,14 @@ Expressions (sizes, strides, indices) are strings in sympy's printed form and ar
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 FORMAT_VERSION = 1
+UNLOWERED = "unlowered"
+"""Kind of a kernel that stands for a compiled piece whose inside is unknown."""
 
 
 class Frozen(BaseModel):
@@ -257,6 +260,9 @@ class Graph(Frozen):
         )
 
 
+_PERMUTED = re.compile(r"rows of (\S+) are permuted in ")
+
+
 class Header(Frozen):
     """Where a capture comes from."""
 
@@ -272,6 +278,11 @@ class Header(Frozen):
     """What could not be observed, in words."""
     timings: dict[str, float] = Field(default_factory=dict)
     """Seconds per stage."""
+
+    @property
+    def permuted(self) -> frozenset[str]:
+        """Checkpoint tensors whose rows the engine holds in an order that is not recorded. The engine script says so in a note."""
+        return frozenset(m.group(1) for note in self.notes if (m := _PERMUTED.match(note)))
 
 
 class InferenceGraph(Frozen):

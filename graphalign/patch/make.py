@@ -8,13 +8,11 @@ from graphalign.errors import BadInputError
 from graphalign.evaluate.aten import MATMULS
 from graphalign.evaluate.parts import key_name
 from graphalign.ir.paths import ranges, unit_of
-from graphalign.patch.spec import Edit, Group, Key, PatchSpec, Skipped, parse_layers
+from graphalign.patch.spec import Edit, Group, Key, LeftOut, PatchSpec, Skipped, parse_layers
 from graphalign.sites.report import End, Report, Site
 
 TAIL = "logprobs[0]"
 """What sites behind the last GEMM reach, and nothing else."""
-LEFT_OUT = "left out by choice"
-"""Reason of what `only`, `without` and `layers` leave out; drift does not take it for a place where both sides agree."""
 
 
 def make_spec(
@@ -81,14 +79,14 @@ def make_spec(
 
 def _left_out(report: Report, chosen: set[str], wanted: set[int] | None) -> list[Skipped]:
     """What is left out though it is patchable: groups as `swiglu.*`, layers as `*`."""
-    out = [Skipped(site=f"{g.name}.*", reason=LEFT_OUT) for g in report.groups if g.name not in chosen]
+    out = [Skipped.by_choice(LeftOut(group=g.name)) for g in report.groups if g.name not in chosen]
     if wanted is None:
         return out
     sites = [s for g in report.groups if g.name in chosen for s in g.sites]
     if others := tuple(sorted({n for s in sites for n in s.layers} - wanted)):
-        out.append(Skipped(site="*", reason=f"{LEFT_OUT}: layers {ranges(others)}"))
+        out.append(Skipped.by_choice(LeftOut(layers=ranges(others))))
     if any(not s.layers for s in sites):
-        out.append(Skipped(site="*", reason=f"{LEFT_OUT}: outside the layers"))
+        out.append(Skipped.by_choice(LeftOut()))
     return out
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -89,12 +90,40 @@ class Group(Frozen):
     edits: tuple[Edit, ...]
 
 
+@dataclass(frozen=True)
+class LeftOut:
+    """What was left out by choice: a group, layers of every group, or (both empty) what lies outside the layers."""
+
+    group: str = ""
+    layers: str = ""
+    """Numbers and ranges."""
+
+
+_BY_CHOICE, _LAYERS, _OUTSIDE = "left out by choice", "left out by choice: layers ", "left out by choice: outside the layers"
+
+
 class Skipped(Frozen):
     """What the spec does not patch, with the reason."""
 
     site: str
-    """A site's id, `rope.*` for a group, `*` for layers of every group (`make.LEFT_OUT`)."""
+    """A site's id, `rope.*` for a group, `*` for layers of every group."""
     reason: str
+
+    @classmethod
+    def by_choice(cls, what: LeftOut) -> Skipped:
+        """An entry for what was left out by choice; `left_out` reads it."""
+        if what.group:
+            return cls(site=f"{what.group}.*", reason=_BY_CHOICE)
+        return cls(site="*", reason=f"{_LAYERS}{what.layers}" if what.layers else _OUTSIDE)
+
+    @property
+    def left_out(self) -> LeftOut | None:
+        """What was left out by choice; None if there is another reason."""
+        if self.reason == _BY_CHOICE:
+            return LeftOut(group=self.site.removesuffix(".*"))
+        if self.reason.startswith(_LAYERS):
+            return LeftOut(layers=self.reason.removeprefix(_LAYERS))
+        return LeftOut() if self.reason == _OUTSIDE else None
 
 
 class PatchSpec(Frozen):

@@ -111,9 +111,8 @@ def _summary(report: Report, console: Console) -> None:
 def _warn(report: Report, console: Console) -> None:
     """What makes a result incomplete, said behind everything else."""
     total, paired = report.stats["training_ops"], report.stats["training_paired"]
-    lost = [n for n in report.notes if "could not be lowered" in n]
-    if lost:
-        text = f"warning: {len(lost)} compiled pieces could not be lowered, so nothing is known about what they round: see the notes"
+    if lost := report.stats.get("unlowered"):
+        text = f"warning: {lost} compiled pieces could not be lowered, so nothing is known about what they round: see the notes"
         console.print(Text(text, style="bold yellow"))
     if total and paired < MOST * total:
         text = f"warning: only {paired / total:.0%} of the trainer's ops were aligned: there may be more sites, see the leftovers"

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from graphalign.align.align import SCALED_OUTSIDE, Alignment
+from graphalign.align.align import Alignment, Why
 from graphalign.align.anchors import Difference, downstream
 from graphalign.align.check import Check
 from graphalign.align.dropped import Drawn
@@ -14,8 +13,6 @@ from graphalign.align.edges import Comparison
 from graphalign.evaluate.aten import MATMULS, base
 from graphalign.ir.dataflow import Op, Operand
 
-PERMUTED = re.compile(r"rows of (\S+) are permuted in ")
-"""A note of the engine script."""
 MISPLACED = 0.01
 """Share of an operand's elements that must be far from the engine's."""
 
@@ -45,7 +42,7 @@ class Divergence:
 
 
 def find_partings(
-    al: Alignment, comparison: Comparison, differences: list[Difference], unfolded: dict[str, str], notes: tuple[str, ...] = ()
+    al: Alignment, comparison: Comparison, differences: list[Difference], unfolded: dict[str, str], permuted: frozenset[str] = frozenset()
 ) -> Divergence:
     """Sort out why anchor operands do not join.
 
@@ -54,9 +51,9 @@ def find_partings(
         comparison: judged edges; its interior ops have no partner by construction.
         differences: matched anchors that differ.
         unfolded: modules that the engine runs as one op and that are no anchor on the training side, with the reason.
-        notes: of the inference capture; they say which weights the engine holds with their rows in another order.
+        permuted: weights that the engine holds with their rows in another order.
     """
-    return _Finder(al, comparison, unfolded, {m.group(1) for note in notes if (m := PERMUTED.match(note))}).run(differences)
+    return _Finder(al, comparison, unfolded, permuted).run(differences)
 
 
 def find_random(ops: Sequence[Op], refs: Mapping[int, Operand], drawn: tuple[Drawn, ...], found: Divergence) -> Divergence:
@@ -107,7 +104,7 @@ def find_misplaced(al: Alignment, result: Check, found: Divergence, explained: C
 
 
 class _Finder:
-    def __init__(self, al: Alignment, comparison: Comparison, unfolded: dict[str, str], permuted: set[str]) -> None:
+    def __init__(self, al: Alignment, comparison: Comparison, unfolded: dict[str, str], permuted: frozenset[str]) -> None:
         self.permuted = permuted
         self.al, self.comparison, self.unfolded = al, comparison, unfolded
         self.t, self.i = al.training, al.inference
@@ -123,7 +120,7 @@ class _Finder:
                 continue
             if self.t.ops[anchor].target == "logprobs" and not self.al.partners.get(anchor):
                 continue  # an inference capture without the tail
-            if why == SCALED_OUTSIDE:
+            if why is Why.SCALED_OUTSIDE:
                 opaque.append(Parting(self.t.ops[anchor], self.t.ops[anchor].target, why))
                 continue
             culprit, reason = self._first(anchor, slot, why)
@@ -179,10 +176,10 @@ class _Finder:
                     return f"the engine's value comes from {y.name}, which could not be evaluated: {why.splitlines()[0]}"
         return None
 
-    def _first(self, anchor: int, slot: int, why: str) -> tuple[Op, str | None]:
+    def _first(self, anchor: int, slot: int, why: Why) -> tuple[Op, str | None]:
         """The first training op above an anchor's operand whose operands are aligned and whose own value is not."""
         op = self.t.ops[anchor]
-        if why == "no inference op matches this anchor":
+        if why is Why.NO_ANCHOR:
             return op, f"{op.target} has no counterpart in the inference graph"
         above = self._above(self.t.read_by(anchor, [slot]))
         routing = self.t.read_by(anchor) if op.target == "composite" else []
@@ -200,7 +197,7 @@ class _Finder:
                 last = [self.t.ops[r.producer] for o in x.operands for r in o if r.producer in self.al.partners]
                 tail = f"; last joined: {', '.join(f'{label(y)} {y.name}' for y in last[:3])}" if last else ""
                 return x, f"its operands are aligned and its value is not on the inference side{tail}{self._table(x)}"
-        if why == "it could not be evaluated":
+        if why is Why.NOT_EVALUATED:
             return op, None
         return op, f"operand {slot}: {why}"
 

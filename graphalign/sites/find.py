@@ -23,7 +23,7 @@ from graphalign.evaluate.aten import FACTORIES, base
 from graphalign.ir.collector import paused
 from graphalign.ir.dataflow import Op
 from graphalign.ir.drawing import Drawing
-from graphalign.ir.inference import TAIL, InferenceGraph
+from graphalign.ir.inference import TAIL, UNLOWERED, InferenceGraph
 from graphalign.ir.training import TrainingGraph
 from graphalign.rules import rules_dir
 from graphalign.sites.assumed import assumed_anchors, compared_anchors, old_masks, uncompared, unexercised, unrotated
@@ -74,7 +74,7 @@ def diff_pair(pair: Pair, rules: Path, progress: Progress | None = None, started
     inside = compare_inside(pair, al)
     anchors = compare_anchors(pair, al)
     differences = anchors.differences + inside.differences()
-    divergence = find_partings(al, comparison, differences, pair.unfolded, pair.capture_i.header.notes)
+    divergence = find_partings(al, comparison, differences, pair.unfolded, pair.capture_i.header.permuted)
     divergence = find_random(al.training.ops, pair.training.refs, pair.drawn, divergence)
     comparison.findings = [_withdrawn(f) if f.consumer in divergence.behind else f for f in comparison.findings]
     proposed = [f for f in comparison.findings if f.verdict in ("keep", "round")]
@@ -417,6 +417,7 @@ class _Builder:
         verdicts = Counter(f.verdict for f in self.comparison.findings)
         stock, patched = list(self.check.stock.values()), list(self.check.patched.values())
         ops_t = [o for o in self.t.ops if o.kind == "op" and o.id not in self.al.regions.tail]
+        unlowered = sum(kernel.kind == UNLOWERED for graph in self.inference.graphs for kernel in graph.kernels)
         return {
             "training_ops": len(ops_t),
             "training_paired": sum(1 for o in ops_t if o.id in self.al.partners),
@@ -435,6 +436,7 @@ class _Builder:
                 "equal_with_sites": sum(patched) / len(patched) if patched else None,
                 "lowest_with_sites": min(patched) if patched else None,
             },
+            **({"unlowered": unlowered} if unlowered else {}),
             "seconds": {k: round(v, 3) for k, v in seconds.items()},
         }
 

@@ -77,7 +77,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
     put("graphalign.capture.inference", capture_inference=capture_inference)
     put("graphalign.capture.training", capture_training=lambda model_dir, **kw: s.call("training", s.training, model_dir=model_dir, **kw))
     put(
-        "graphalign.sites.find",
+        "graphalign.pipeline.diff",
         diff=lambda inference, training, **kw: s.call("diff", s.report, inference=inference, training=training, **kw),
     )
     put("graphalign.render.page", render_page=lambda report: "PAGE")

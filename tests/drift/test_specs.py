@@ -13,7 +13,7 @@ from graphalign.drift.compare import drift
 from graphalign.drift.snapshot import of_report, of_spec
 from graphalign.errors import BadInputError
 from graphalign.patch.make import make_spec
-from graphalign.patch.spec import Edit, PatchSpec, Skipped, dump, parse
+from graphalign.patch.spec import Edit, LeftOut, PatchSpec, Skipped, dump, parse
 from tests.drift.data import report
 
 
@@ -88,7 +88,7 @@ def test_a_subset_is_contradicted_where_it_has_edits() -> None:
 
 
 def test_layers_that_are_none_are_refused() -> None:
-    skipped = (Skipped(site="*", reason="left out by choice: layers 5-1"),)
+    skipped = (Skipped.by_choice(LeftOut(layers="5-1")),)
     with pytest.raises(BadInputError, match="leaves out what are no layers"):
         of_spec(spec().model_copy(update={"skipped": skipped}))
 

@@ -12,7 +12,7 @@ from graphalign.cli.app import app
 from graphalign.errors import BadInputError
 from graphalign.ir.files import write_json
 from graphalign.patch.make import make_spec
-from graphalign.patch.spec import PatchSpec, dump, load, parse, parse_layers
+from graphalign.patch.spec import LeftOut, PatchSpec, Skipped, dump, load, parse, parse_layers
 from tests.fixtures.recorded import EXAMPLES, report
 
 GROUPS = ["norm_weight", "residual_rmsnorm", "residual_stream", "rope", "swiglu"]
@@ -112,3 +112,11 @@ def test_a_spec_says_which_dtype_the_model_is_made_for() -> None:
     made = make_spec(found.model_copy(update={"model": {**found.model, "own_dtype": "float16"}}))
     assert dump(made).startswith("# the model's own dtype is float16; this patch is for an engine that runs it in bfloat16\n")
     assert parse(dump(made)).model["own_dtype"] == "float16"
+
+
+@pytest.mark.parametrize("what", [LeftOut(group="rope"), LeftOut(layers="0-2,5"), LeftOut()])
+def test_what_is_left_out_by_choice_is_written_in_words_and_read_as_it_was(what: LeftOut) -> None:
+    entry = Skipped.by_choice(what)
+    assert entry.reason.startswith("left out by choice")
+    assert Skipped.model_validate(entry.model_dump()).left_out == what
+    assert Skipped(site="rope.3", reason="the source of mul is not known").left_out is None

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from graphalign.align import finer
+from graphalign.ir.drawing import Drawing
 from graphalign.ir.files import read_json
 from graphalign.ir.inference import InferenceGraph
+from graphalign.pictures.choose import draw
 from graphalign.sites import find
 from graphalign.sites.report import Report
 from tests.breadth import captured
@@ -37,8 +39,7 @@ def report(name: str) -> Report:
     given: list[tuple[Any, ...]] = []
     parted: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(find, "draw", lambda *arguments: given.append(arguments))
         misplaced = find.find_misplaced
         patch.setattr(find, "find_misplaced", lambda *arguments: parted.append(misplaced(*arguments)) or parted[-1])
-        found = find.diff(*captures)
-    return found.model_copy(update={"drawing": find.draw(*given[0][:4], parted[0].semantic)})
+        found = find.diff(*captures, draw=lambda *arguments: given.append(arguments) or Drawing())
+    return found.model_copy(update={"drawing": draw(*given[0][:4], parted[0].semantic)})
