@@ -77,6 +77,7 @@ def read_json(path: str | os.PathLike[str], model: type[Model], *, kind: str) ->
     """
     raw = load_raw(path, kind=kind)
     _refuse_other_kind(raw, model, path, kind)
+    _refuse_newer(raw, model, path, kind)
     try:
         return model.model_validate(raw)
     except ValidationError as e:
@@ -108,6 +109,16 @@ def _refuse_other_kind(raw: object, model: type[BaseModel], path: str | os.PathL
             f"{path} is not a valid {kind}: it is {KINDS[found]}",
             where=f"its `format` is {found}",
             hint=f"give the {kind} here" + ("; the inference capture comes first" if "capture" in f"{kind}, {KINDS[found]}" else ""),
+        )
+
+
+def _refuse_newer(raw: object, model: type[BaseModel], path: str | os.PathLike[str], kind: str) -> None:
+    """Name a file that a later graphalign wrote: capturing it again would not help."""
+    known = getattr(model.model_fields.get("version"), "default", None)
+    found = raw.get("version") if isinstance(raw, dict) else None
+    if type(known) is int and type(found) is int and found > known:
+        raise CaptureFileError(
+            f"{path} is a {kind} of format version {found}; this graphalign reads up to {known}", where=str(path), hint="upgrade graphalign"
         )
 
 

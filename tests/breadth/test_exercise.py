@@ -11,9 +11,9 @@ from rich.console import Console
 
 from graphalign.align.join import Join
 from graphalign.ir.training import Node, TrainingGraph
+from graphalign.pipeline.diff import diff
 from graphalign.render.page import render_page
 from graphalign.render.sites_table import render_table
-from graphalign.sites.find import diff
 from graphalign.sites.why import explain
 from tests.breadth.captured import captures, counts, report
 

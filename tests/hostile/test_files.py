@@ -119,7 +119,9 @@ def test_a_future_version_is_refused(tmp_path: Path) -> None:
     plain["version"] = 2
     path = tmp_path / "future.json"
     path.write_text(json.dumps(plain))
-    run_diff(paths("llama")[0], path, tmp_path / "sites.json")
+    message = " ".join(run_diff(paths("llama")[0], path, tmp_path / "sites.json").split())
+    assert "is a training capture of format version 2; this graphalign reads up to 1" in message
+    assert "upgrade graphalign" in message
 
 
 # ---------------------------------------------------------------------------------------------------------------------
