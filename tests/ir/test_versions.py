@@ -1,6 +1,6 @@
 """Files outlive the version that wrote them: those of 0.1 are read as they were meant, later ones are refused by name.
 
-`written_by_0.1` was made by graphalign 0.1.0 from the recorded captures of a small Qwen3: its sites, and a patch of a group in three layers.
+`written_by_0.1` was made by graphalign 0.1.0 from the recorded captures of a small Qwen3: its sites, and a patch of a group in 3 layers.
 The recorded captures under `tests` are of 0.1 too.
 """
 
