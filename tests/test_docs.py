@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import typer.main
 
+import graphalign
 import graphalign.cli.clusters
 import graphalign.cli.drift
 import graphalign.cli.find
@@ -69,6 +70,14 @@ def test_commands_exist_and_take_their_options(path: Path) -> None:
             if command is root and rest[:1] != ["--help"]:
                 wrong.append(line)
     assert wrong == []
+
+
+def test_the_package_exports_what_the_documents_use_and_no_more() -> None:
+    text = "\n".join(p.read_text() for p in DOCUMENTS)
+    used = set(re.findall(r"graphalign\.([A-Za-z]\w*)", "\n".join(re.findall(r"(?ms)^```python\n(.*?)^```", text))))
+    modules = {p.stem for p in Path(graphalign.__file__).parent.iterdir()}
+    assert used - modules <= set(graphalign.__all__)
+    assert [name for name in graphalign.__all__ if not re.search(rf"\b{name}\b", text)] == []
 
 
 def test_the_documents_show_commands() -> None:
