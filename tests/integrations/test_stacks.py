@@ -13,7 +13,7 @@ from graphalign.patch.spec import save
 from tests.rewrite.tiny import build, spec_for
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.trainers
+pytestmark = [pytest.mark.trainers, pytest.mark.timeout(1000)]
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def run(stack: str, folder: Path, *command: str) -> str:
     # the patch is of another Transformers: its edits must match, its modeling file need not
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GRAPHALIGN_PATCH": str(folder / "patch.yaml")}
     env["GRAPHALIGN_ALLOW_STALE"] = "1"
-    done = subprocess.run([str(python), *command], capture_output=True, text=True, env=env, cwd=ROOT, timeout=280)
+    done = subprocess.run([str(python), *command], capture_output=True, text=True, env=env, cwd=ROOT, timeout=900)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
 
