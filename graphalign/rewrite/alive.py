@@ -148,7 +148,8 @@ def refuse_lost(cls: type, lost: Set[str]) -> None:
             cls,
             f"what {sorted(lost)[0].split(': ')[0]} computes arrives without its unrounded form",
             "something between the two copies or changes the tensor (another device, an edit of its elements), or passes one of its own; "
-            "or that module was replaced or undone",
+            "or that module was replaced or undone; or FSDP2 shards the embedding by itself with output_dtype=float32, so that it gets "
+            "another format: shard the embedding without output_dtype",
         )
 
 
