@@ -16,7 +16,7 @@ from graphalign.source.emit import Emitter
 from graphalign.source.flow import Flow
 from graphalign.source.frame import footer, header, helpers
 from graphalign.source.guard import find_guards, wide_inputs
-from graphalign.source.plan import Change, Planner
+from graphalign.source.plan import Change, Planner, parts
 from graphalign.source.spans import Spans
 from graphalign.source.stock import Stock, load_module, read_stock, restore, swap_classes
 from graphalign.source.watch import Seen, watch
@@ -70,14 +70,6 @@ class Generated:
             PatchError: it does not run.
         """
         return _guarded(self)
-
-
-PARTS = ("up", "down", "uncast", "literal", "norm", "apart")
-
-
-def parts(change: Change) -> list[str]:
-    """What a change consists of."""
-    return [p for p in PARTS if getattr(change, p)]
 
 
 def _less(change: Change, part: str) -> Change | None:

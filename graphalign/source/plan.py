@@ -55,9 +55,12 @@ class Change:
     """Ops that compute in FP32, or whose result stays so, because of it."""
 
 
-def parts_but_down(c: Change) -> bool:
-    """Whether an expression gets more than a cast to the low format."""
-    return c.up or c.uncast or c.literal or c.norm
+PARTS = ("up", "down", "uncast", "literal", "norm", "apart")
+
+
+def parts(change: Change) -> list[str]:
+    """What a change consists of."""
+    return [p for p in PARTS if getattr(change, p)]
 
 
 class Planner:
@@ -232,7 +235,7 @@ class Planner:
             c = self.changes.get(span)
             if c is None or not c.down or not self._safe(span, kind, self._in_module(self._module(j))):
                 continue
-            if (c.down_in is None or self._layer(j) in c.down_in) and (c.down_at is None or self._module(j) in c.down_at):
+            if j in self._rounding(span):
                 return
         usable = [(j, s, k) for j, s, k in found if not self.changes[s].uncast]
         for one in [[x] for x in usable] if self.early else [usable]:
@@ -478,7 +481,7 @@ class Planner:
         rounded = self._rounded_in()
         for span, c in list(self.changes.items()):
             node = self.spans.nodes[span]
-            if not (c.down and isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)) or parts_but_down(c):
+            if parts(c) != ["down"] or not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
                 continue
             owner = self.spans.by_place.get(place(node.func.value))
             if owner is None or owner in self.changes:

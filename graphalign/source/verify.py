@@ -18,7 +18,8 @@ from graphalign.errors import PatchError
 from graphalign.patch.spec import PatchSpec
 from graphalign.rewrite.apply import apply
 from graphalign.sites.report import Report
-from graphalign.source.generate import Generated, generate, parts, refuse_regime
+from graphalign.source.generate import Generated, generate, refuse_regime
+from graphalign.source.plan import parts
 from graphalign.source.stock import restore
 
 SHAPES = ((1, 9, 0), (2, 17, 0), (1, 33, 0), (3, 12, 4))

@@ -8,7 +8,8 @@ import pytest
 
 from graphalign.errors import PatchError
 from graphalign.rewrite.apply import apply
-from graphalign.source.generate import generate, parts
+from graphalign.source.generate import generate
+from graphalign.source.plan import parts
 from graphalign.source.verify import Reference, Run, differing, execute, in_place, runs, verify
 from tests.breadth import models
 from tests.source.generated import again, spec, verified
